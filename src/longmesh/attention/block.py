@@ -1,0 +1,27 @@
+"""A block: one rectangle of attention with a diagonal band, in the coordinates of two buffers.
+
+Query row ``i`` and key row ``j`` (rows of a query buffer and of a key/value buffer) belong to
+the block when
+
+    q_start <= i < q_stop,   k_start <= j < k_stop   and   lo <= j - i <= hi
+
+so ``lo = -UNBOUNDED, hi = UNBOUNDED`` is a full rectangle, ``hi = 0`` on equal ranges is the
+causal triangle, ``lo = -w, hi = 0`` a sliding window. Cutting a block by rows, by keys or
+shifting it gives a block again, which is why masks, plans and kernels all speak in blocks.
+
+A block with ``elementwise=True`` must also ask the mask function for each pair (global indices).
+"""
+
+from typing import NamedTuple
+
+UNBOUNDED = 1 << 62
+
+
+class Block(NamedTuple):
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lo: int = -UNBOUNDED
+    hi: int = UNBOUNDED
+    elementwise: bool = False
