@@ -1,0 +1,35 @@
+"""Uneven chunk arithmetic: who holds which interval of a dim.
+
+torch.chunk's rule: pieces of ceil(size / parts), the trailing ones short or empty. 5 rows over 4
+ranks are 2, 2, 1, 0. Nested cuts apply it again to each piece. Works with SymInt sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+IntLike: TypeAlias = "int | torch.SymInt"
+
+
+def chunk_interval(size: IntLike, parts: int, index: int) -> tuple[IntLike, IntLike]:
+    """Start and length of piece `index` when `size` is cut in `parts`."""
+    chunk = (size + parts - 1) // parts
+    start = chunk * index
+    if isinstance(size, int):
+        return (start, min(chunk, size - start)) if start < size else (size, 0)
+    start = torch.sym_min(start, size)
+    return start, torch.sym_min(chunk, size - start)
+
+
+def nested_interval(
+    size: IntLike, cuts: Sequence[tuple[int, int]]
+) -> tuple[IntLike, IntLike]:
+    """Start and length after several cuts `(parts, index)`, the outermost first."""
+    offset: IntLike = 0
+    for parts, index in cuts:
+        start, size = chunk_interval(size, parts, index)
+        offset = offset + start
+    return offset, size

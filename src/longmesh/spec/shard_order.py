@@ -1,0 +1,64 @@
+"""Shard order: which mesh axes cut a tensor dim, and in which order.
+
+On a 2x2 mesh with placements (Shard(0), Shard(0)), 8 rows lie on the ranks as
+
+    order (0, 1), the default          order (1, 0)
+    rank (0,0) rows 0 1                rank (0,0) rows 0 1
+    rank (0,1) rows 2 3                rank (0,1) rows 4 5
+    rank (1,0) rows 4 5                rank (1,0) rows 2 3
+    rank (1,1) rows 6 7                rank (1,1) rows 6 7
+
+The first axis cuts the dim, the next one cuts each piece, so every rank holds one interval of the
+dim whatever the order. A dim that no axis cuts has no entry; entries are sorted by dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from longmesh.errors import LongmeshError
+from longmesh.spec.placement import Placement, Shard
+
+
+class ShardOrderEntry(NamedTuple):
+    """Tensor dim `tensor_dim` is cut by the axes `mesh_dims`, the first one outermost."""
+
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
+
+
+ShardOrder = tuple[ShardOrderEntry, ...]
+
+
+def default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
+    """Axes cut from left to right."""
+    cuts: dict[int, list[int]] = {}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            cuts.setdefault(placement.dim, []).append(axis)
+    return tuple(ShardOrderEntry(dim, tuple(cuts[dim])) for dim in sorted(cuts))
+
+
+def make_shard_order(
+    placements: Sequence[Placement], given: Iterable[ShardOrderEntry | tuple[int, Sequence[int]]] | None
+) -> ShardOrder:
+    """A full, sorted order from what a user gave: dims that are left out are cut from left to right."""
+    default = default_shard_order(placements)
+    if given is None:
+        return default
+    cuts = dict(default)
+    seen: list[int] = []
+    for dim, axes in given:
+        axes = tuple(axes)
+        if dim in seen:
+            raise LongmeshError(f"shard_order names dim {dim} twice; give each dim one entry")
+        seen.append(dim)
+        if sorted(axes) != list(cuts.get(dim, ())):
+            holders = list(cuts.get(dim, ())) or "none"
+            raise LongmeshError(
+                f"shard_order says dim {dim} is cut by axes {list(axes)}, but the placements "
+                f"{tuple(placements)} shard it over axes {holders}; name exactly those, in the order wanted"
+            )
+        cuts[dim] = axes
+    return tuple(ShardOrderEntry(dim, cuts[dim]) for dim in sorted(cuts))
