@@ -1,0 +1,1 @@
+"""Distributed tensors and exact long-context attention for PyTorch."""
