@@ -1,0 +1,19 @@
+"""Meshes for functions that run on a pool's ranks.
+
+Pitfall: every `init_device_mesh` of two or more axes makes new process groups, with their threads and
+sockets, and nothing frees them; hundreds of cases on one pool would pile them up. A rank's world never
+changes during its life, so a mesh can be kept per (shape, names).
+"""
+
+from functools import lru_cache
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@lru_cache(maxsize=None)
+def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """The CPU mesh of this shape over the ranks of the current run, made once per rank.
+
+    Collective on first use: every rank calls it with the same arguments.
+    """
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)

@@ -1,0 +1,121 @@
+"""How a function call travels to a rank.
+
+The call is pickled, so a function goes as "module, name". A rank was forked before most modules were
+imported, test modules among them, and those may not be importable by name at all; so the files of the
+modules that a call mentions go along, and so do the import path and the warning filters.
+
+Pitfall: a module is imported once per rank; a rank never sees a later change of the caller's globals.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import pickle
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from longmesh.errors import LongmeshError
+
+
+def name_function(fn: Callable[..., Any]) -> str:
+    module = getattr(fn, "__module__", None)
+    name = getattr(fn, "__qualname__", None) or repr(fn)
+    return f"{module}.{name}" if module else name
+
+
+class _CallPickler(pickle.Pickler):
+    """Pickles as usual and notes the modules of all functions and classes it meets."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self.module_names: dict[str, None] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType | type):
+            self.module_names[obj.__module__] = None
+        return NotImplemented
+
+
+def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """The call as bytes; a function or argument that can't be sent is an error here, not on a rank."""
+    qualname = getattr(fn, "__qualname__", "")
+    if "<locals>" in qualname or "<lambda>" in qualname:
+        raise LongmeshError(
+            f"cannot send {name_function(fn)} to the ranks: a lambda or nested function has no importable name; "
+            "define it at the top level of a module and pass what it needs as arguments"
+        )
+    buffer = io.BytesIO()
+    pickler = _CallPickler(buffer)
+    try:
+        pickler.dump((fn, args, kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LongmeshError(
+            f"cannot send {name_function(fn)} and its arguments to the ranks: {error}; "
+            "pass values that pickle can copy, and make the rest inside the function"
+        ) from error
+    files = [(name, getattr(sys.modules.get(name), "__file__", None)) for name in pickler.module_names]
+    return pickle.dumps((files, buffer.getvalue()))
+
+
+def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The call again, on a rank: import what it mentions, then unpickle it."""
+    files, call = pickle.loads(data)
+    for name, file in files:
+        if name not in sys.modules:
+            import_from(name, file)
+    return pickle.loads(call)
+
+
+def import_from(name: str, file: str | None) -> ModuleType:
+    """Import `name` if that finds `file`, else import `file` as `name`.
+
+    Asks the finders of `sys.meta_path`, so that pytest rewrites the asserts of a test module here too.
+    """
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if file is None or (spec is not None and spec.origin == file):
+        return importlib.import_module(name)
+    specs = (finder.find_spec(name, [str(Path(file).parent)]) for finder in sys.meta_path)
+    found = next((s for s in specs if s is not None and s.origin == file), None)
+    spec = found or importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, f"no loader for {file}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+Surroundings = tuple[list[str], list[tuple[str, str, type[Warning], str, int]]]
+
+
+def read_surroundings() -> Surroundings:
+    """The import path and warning filters of this process: plain values that compare and pickle."""
+
+    def pattern(part: Any) -> str:
+        if part is None:
+            return ""
+        return part.pattern if isinstance(part, re.Pattern) else re.escape(part)
+
+    filters = [(a, pattern(msg), category, pattern(mod), n) for a, msg, category, mod, n in warnings.filters]
+    return list(sys.path), filters
+
+
+def apply_surroundings(surroundings: Surroundings) -> None:
+    path, filters = surroundings
+    sys.path[:] = path
+    warnings.resetwarnings()
+    for action, message, category, module, lineno in filters:
+        warnings.filterwarnings(action, message, category, module, lineno, append=True)  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""One rank: a forked process that joins its world once and then runs calls until its pipe closes.
+
+    pool  --call-->  rank        b"..." the surroundings (or empty), then the call
+    pool  <-report-  rank        (True, result) or (False, RankFailure), pickled by the rank
+
+Pitfall: a failed rank must not leave at once. Its sockets would close under peers that are still reading
+what it sent; it waits for the pool, which ends it after the peers had time to report.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from longmesh.testing.failure import RankFailure
+from longmesh.testing.shipping import apply_surroundings, unpack_call
+
+STACK_SIGNAL = signal.SIGUSR1
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which rank of which world a process is, and where its world meets."""
+
+    rank: int
+    num_ranks: int
+    port: int
+
+
+def serve_rank(seat: Seat, pipe_fd: int, stack_fd: int, listen_fd: int) -> None:
+    """The life of a rank. Every rank of the world enters it once; returns when the pool closes the pipe."""
+    _settle_process(f"lm-rank{seat.rank}of{seat.num_ranks}", stack_fd)
+    pipe = Connection(pipe_fd)
+    try:
+        _join_world(seat, listen_fd)
+        _send_report(pipe, seat.rank, True, None)
+        while True:
+            surroundings = pipe.recv_bytes()
+            call = pipe.recv_bytes()
+            if surroundings:
+                apply_surroundings(pickle.loads(surroundings))
+            if not _run_call(pipe, seat.rank, call):
+                pipe.recv_bytes()  # until the pool ends us
+    except (EOFError, OSError):
+        return
+
+
+def _settle_process(name: str, stack_fd: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool's owner, who ends us
+    faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+    # The owner's streams may be objects that only collect; the descriptors are where output belongs.
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+
+
+def _join_world(seat: Seat, listen_fd: int) -> None:
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback  # else gloo resolves the host's name
+    store = dist.TCPStore(
+        "127.0.0.1",
+        seat.port,
+        seat.num_ranks,
+        is_master=seat.rank == 0,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd if seat.rank == 0 else None,
+    )
+    dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.num_ranks)
+
+
+def _run_call(pipe: Connection, rank: int, data: bytes) -> bool:
+    try:
+        fn, args, kwargs = unpack_call(data)
+        random.seed(0)
+        torch.manual_seed(0)
+        result = fn(*args, **kwargs)
+    except BaseException as error:
+        return _send_report(pipe, rank, False, _describe_exception(rank, error))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return _send_report(pipe, rank, True, result)
+
+
+def _describe_exception(rank: int, error: BaseException) -> RankFailure:
+    now = time.monotonic_ns()
+    own = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(type(error), error, own))
+    line = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0]
+    return RankFailure(rank, "raised", f"raised {line}", text, now)
+
+
+def _send_report(pipe: Connection, rank: int, ok: bool, value: Any) -> bool:
+    try:
+        data = pickle.dumps((ok, value), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        summary = f"returned a {type(value).__qualname__} that cannot be sent back: {error}; return plain values"
+        failure = RankFailure(rank, "raised", summary, "", time.monotonic_ns())
+        ok, data = False, pickle.dumps((False, failure))
+    pipe.send_bytes(data)
+    return ok

@@ -1,0 +1,26 @@
+"""One pool of ranks for the whole session, forked before any test can run a threaded op."""
+
+import pytest
+from hypothesis import settings
+
+from longmesh.testing import RankPool
+
+POOL = pytest.StashKey[RankPool]()
+
+# No deadline: the time of an example is that of its slowest rank on a shared machine.
+settings.register_profile("longmesh", deadline=None, print_blob=True)
+settings.load_profile("longmesh")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[POOL] = RankPool(4)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[POOL].close()
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest) -> RankPool:
+    """`pool.run(fn, *args, ranks=1..4)`, shared by all tests."""
+    return request.config.stash[POOL]
