@@ -1,0 +1,119 @@
+"""Mask: a frozen, hashable value that says which key a query sees, and the `&` and `|` of two.
+
+A mask is known in two ways that must agree. `slices(seq_len)` is exact interval arithmetic and is
+what planning uses; `visible(b, h, q_idx, kv_idx)` is the definition for each pair, in torch, and is
+what a kernel asks inside an elementwise block. Positions are global, whatever the layout.
+
+Pitfall: an elementwise block asks the *whole* mask, not the part it came from; so the slices of a
+mask are disjoint, elementwise ones included.
+"""
+
+import abc
+import dataclasses
+
+import numpy as np
+
+from longmesh.attention.mask.slices import intersect, union
+from longmesh.errors import LongmeshError
+
+
+class Mask(abc.ABC):
+    """Which keys each query sees. Combine masks with `&` and `|`."""
+
+    @abc.abstractmethod
+    def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
+        """The visible pairs of batch row `row` as disjoint slices (see mask/slices.py)."""
+
+    @abc.abstractmethod
+    def visible(self, b, h, q_idx, kv_idx):
+        """FlexAttention's `mask_mod`: tensors of indices that broadcast, to a boolean tensor."""
+
+    @property
+    def num_rows(self) -> int:
+        """1, or the batch rows that each have slices of their own."""
+        return 1
+
+    def band(self) -> tuple[int, int] | None:
+        """`(lo, hi)` if the mask is one diagonal band whatever the length, else None."""
+        return None
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return Both(self, _checked(other, "&"))
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return Either(self, _checked(other, "|"))
+
+
+def _checked(other: object, operator: str) -> Mask:
+    if not isinstance(other, Mask):
+        raise LongmeshError(
+            f"mask {operator} {type(other).__name__}: both sides must be masks; "
+            "wrap a function in masks.mask_mod(fn)"
+        )
+    return other
+
+
+def _joint_rows(left: Mask, right: Mask) -> int:
+    rows = max(left.num_rows, right.num_rows)
+    if {left.num_rows, right.num_rows} - {1, rows}:
+        raise LongmeshError(
+            f"masks of {left.num_rows} and of {right.num_rows} batch rows cannot be combined; "
+            "give one list of lengths, or one for each of the same rows"
+        )
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Both(Mask):
+    """`left & right`: visible where both are."""
+
+    left: Mask
+    right: Mask
+
+    def __post_init__(self) -> None:
+        _joint_rows(self.left, self.right)
+
+    @property
+    def num_rows(self) -> int:
+        return _joint_rows(self.left, self.right)
+
+    def band(self) -> tuple[int, int] | None:
+        a, b = self.left.band(), self.right.band()
+        return (max(a[0], b[0]), min(a[1], b[1])) if a and b else None
+
+    def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
+        left = self.left.slices(seq_len, row=row % self.left.num_rows, num_heads=num_heads)
+        right = self.right.slices(seq_len, row=row % self.right.num_rows, num_heads=num_heads)
+        return intersect(left, right)
+
+    def visible(self, b, h, q_idx, kv_idx):
+        return self.left.visible(b, h, q_idx, kv_idx) & self.right.visible(b, h, q_idx, kv_idx)
+
+    def __str__(self) -> str:
+        return f"({self.left} & {self.right})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Either(Mask):
+    """`left | right`: visible where one is; a pair in both is counted once."""
+
+    left: Mask
+    right: Mask
+
+    def __post_init__(self) -> None:
+        _joint_rows(self.left, self.right)
+
+    @property
+    def num_rows(self) -> int:
+        return _joint_rows(self.left, self.right)
+
+    def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
+        left = self.left.slices(seq_len, row=row % self.left.num_rows, num_heads=num_heads)
+        right = self.right.slices(seq_len, row=row % self.right.num_rows, num_heads=num_heads)
+        return union(left, right)
+
+    def visible(self, b, h, q_idx, kv_idx):
+        return self.left.visible(b, h, q_idx, kv_idx) | self.right.visible(b, h, q_idx, kv_idx)
+
+    def __str__(self) -> str:
+        return f"({self.left} | {self.right})"

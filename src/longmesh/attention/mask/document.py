@@ -1,0 +1,139 @@
+"""Packed documents: several sequences in one row, none of which sees another.
+
+documents([2, 3])      the mask `within` is applied inside each document, in positions that
+# . . . .              start at the document's first token. One list of lengths for every batch
+# # . . .              row, or a list of lists, one for each.
+. . # . .
+. . # # .              `chunked(n)` is the same with documents of n tokens, the last one shorter.
+. . # # #
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from longmesh.attention.mask.band import causal
+from longmesh.attention.mask.base import Mask
+from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, shift, tighten
+from longmesh.errors import LongmeshError
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents(Mask):
+    """`lengths[row]` are the documents of a batch row; a single row stands for all."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    within: Mask
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
+        lengths = self.lengths[row]
+        if sum(lengths) != seq_len:
+            where = f" of batch row {row}" if self.num_rows > 1 else ""
+            raise LongmeshError(
+                f"the document lengths{where} add up to {sum(lengths)}, the sequence has {seq_len} tokens; "
+                "count padding as a document of its own"
+            )
+        return _pack(np.array(lengths, dtype=np.int64), self.within, num_heads)
+
+    def visible(self, b, h, q_idx, kv_idx):
+        ends = torch.as_tensor(np.cumsum(_padded(self.lengths), axis=1), device=q_idx.device)
+        rows = torch.as_tensor(b, device=q_idx.device) % self.num_rows
+        first = torch.cat([ends.new_zeros(self.num_rows, 1), ends], dim=1)
+
+        def document(index):
+            if self.num_rows == 1:
+                return torch.bucketize(index, ends[0], right=True)
+            return (index.unsqueeze(-1) >= ends[rows]).sum(-1)
+
+        q_doc, kv_doc = document(q_idx), document(kv_idx)
+        inside = self.within.visible(b, h, q_idx - first[rows, q_doc], kv_idx - first[rows, q_doc])
+        return (q_doc == kv_doc) & inside
+
+    def __str__(self) -> str:
+        rows = self.lengths if self.num_rows > 1 else self.lengths[:1]
+        shown = ", ".join(f"{len(r)} of {min(r, default=0)}..{max(r, default=0)} tokens" for r in rows[:3])
+        more = f", {len(rows) - 3} more rows" if len(rows) > 3 else ""
+        return f"documents({shown}{more}, within={self.within})"
+
+
+def _padded(lengths: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    width = max(map(len, lengths))
+    return np.array([row + (0,) * (width - len(row)) for row in lengths], dtype=np.int64)
+
+
+def _pack(lengths: np.ndarray, within: Mask, num_heads: int) -> np.ndarray:
+    """The slices of `within`, lowered for each length and put one after another."""
+    lengths = lengths[lengths > 0]
+    starts = np.cumsum(lengths) - lengths
+    band = within.band()
+    if band is not None:
+        out = np.zeros((len(lengths), COLUMNS), dtype=np.int64)
+        out[:, Q0] = out[:, K0] = starts
+        out[:, Q1] = out[:, K1] = starts + lengths
+        out[:, LO], out[:, HI], out[:, EW] = band[0], band[1], 0
+        return tighten(out)
+    parts = [np.zeros((0, COLUMNS), dtype=np.int64)]
+    for length in np.unique(lengths):
+        lowered = within.slices(int(length), num_heads=num_heads)
+        at = starts[lengths == length]
+        parts.append(shift(np.tile(lowered, (len(at), 1)), np.repeat(at, len(lowered))))
+    out = np.concatenate(parts)
+    return out[np.lexsort((out[:, K0], out[:, Q0]))]
+
+
+def documents(lengths: Sequence[int] | Sequence[Sequence[int]], within: Mask | None = None) -> Mask:
+    """Packed documents of these lengths (a list for each batch row, or one for all of them)."""
+    listed = [x.tolist() if isinstance(x, np.ndarray | torch.Tensor) else x for x in lengths]
+    rows = listed if listed and isinstance(listed[0], list | tuple) else [listed]
+    clean = tuple(tuple(int(n) for n in row) for row in rows)  # type: ignore[union-attr]
+    for row in clean:
+        if min(row, default=0) < 0:
+            raise LongmeshError(f"documents(): a length is {min(row)}; lengths must be 0 or more")
+    within = causal() if within is None else within
+    if within.num_rows > 1:
+        raise LongmeshError(
+            f"documents(within={within}): the mask inside a document has {within.num_rows} batch rows; "
+            "give one that is the same for all rows"
+        )
+    return Documents(clean, within)
+
+
+def from_cu_seqlens(cu_seqlens: Sequence[int], within: Mask | None = None) -> Mask:
+    """Documents from cumulative lengths `[0, end of first, end of second, ...]`."""
+    ends = np.array([int(x) for x in cu_seqlens], dtype=np.int64)
+    if len(ends) == 0 or ends[0] != 0 or (np.diff(ends) < 0).any():
+        raise LongmeshError(
+            f"from_cu_seqlens({ends.tolist()[:8]}): must start at 0 and never fall; "
+            "for plain lengths use documents(lengths)"
+        )
+    return documents(np.diff(ends).tolist(), within)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked(Mask):
+    size: int
+    within: Mask
+
+    def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
+        whole, rest = divmod(seq_len, self.size)
+        return _pack(np.array([self.size] * whole + [rest], dtype=np.int64), self.within, num_heads)
+
+    def visible(self, b, h, q_idx, kv_idx):
+        same = q_idx // self.size == kv_idx // self.size
+        return same & self.within.visible(b, h, q_idx % self.size, kv_idx % self.size)
+
+    def __str__(self) -> str:
+        return f"chunked({self.size}, within={self.within})"
+
+
+def chunked(n: int, within: Mask | None = None) -> Mask:
+    """Chunks of `n` tokens that don't see each other; `within` a chunk, causal unless told."""
+    if n < 1:
+        raise LongmeshError(f"chunked({n}): a chunk has at least 1 token")
+    return Chunked(int(n), causal() if within is None else within)

@@ -1,0 +1,148 @@
+"""Masks that are a function or a table of blocks: FlexAttention's `mask_mod` and `BlockMask`.
+
+The function is asked for every pair once, in strips of queries, and each block of the sequence
+becomes one of
+
+    empty    never computed, never sent
+    full     a plain slice
+    partial  an elementwise slice: the kernel asks the function again, at global positions
+
+Pitfall: the function sees tensors that broadcast against each other (`b` a scalar, `h` of shape
+(heads, 1, 1), `q_idx` (queries, 1), `kv_idx` (1, keys)), so it must be made of torch operators; a block
+is full or empty only if it is so for every head.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from longmesh.attention.mask.base import Mask
+from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, UNBOUNDED
+from longmesh.errors import LongmeshError
+
+_EMPTY, _PARTIAL, _FULL = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskMod(Mask):
+    fn: Callable
+    block: int = 128
+    rows: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows
+
+    def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
+        num_blocks = -(-seq_len // self.block)
+        kinds = np.zeros((num_blocks, num_blocks), dtype=np.int8)
+        for strip in range(num_blocks):
+            kinds[strip] = _classify_strip(self, strip, seq_len, row, num_heads)
+        return slices_of_blocks(kinds, self.block, self.block, seq_len)
+
+    def visible(self, b, h, q_idx, kv_idx):
+        return self.fn(b, h, q_idx, kv_idx)
+
+    def __str__(self) -> str:
+        return f"mask_mod({getattr(self.fn, '__name__', self.fn)})"
+
+
+def _classify_strip(mask: MaskMod, strip: int, seq_len: int, row: int, num_heads: int) -> np.ndarray:
+    """Empty, partial or full for each block of one strip of queries."""
+    q = torch.arange(strip * mask.block, min((strip + 1) * mask.block, seq_len)).unsqueeze(1)
+    k = torch.arange(seq_len).unsqueeze(0)
+    h = torch.arange(num_heads).reshape(-1, 1, 1)
+    seen = mask.fn(torch.tensor(row), h, q, k)
+    if not isinstance(seen, torch.Tensor) or seen.dtype != torch.bool:
+        got = seen.dtype if isinstance(seen, torch.Tensor) else type(seen).__name__
+        raise LongmeshError(f"{mask} returned {got}; a mask_mod returns a boolean tensor")
+    seen = torch.broadcast_to(seen, torch.broadcast_shapes(seen.shape, (len(q), seq_len)))
+    flat = seen.reshape(-1, seq_len)
+    starts = np.arange(0, seq_len, mask.block)
+    some = np.logical_or.reduceat(flat.any(dim=0).numpy(), starts)
+    every = np.logical_and.reduceat(flat.all(dim=0).numpy(), starts)
+    return some.astype(np.int8) + every.astype(np.int8)
+
+
+def slices_of_blocks(kinds: np.ndarray, q_block: int, k_block: int, seq_len: int) -> np.ndarray:
+    """Slices of a table of block kinds; neighbours of one kind in a strip are one slice."""
+    padded = np.pad(kinds, ((0, 0), (1, 1)))
+    strip, edge = np.nonzero(padded[:, 1:] != padded[:, :-1])
+    kind = padded[strip, edge + 1]
+    stop = np.append(edge[1:], 0)
+    keep = kind != _EMPTY
+    out = np.zeros((int(keep.sum()), COLUMNS), dtype=np.int64)
+    out[:, Q0] = strip[keep] * q_block
+    out[:, Q1] = np.minimum(out[:, Q0] + q_block, seq_len)
+    out[:, K0] = edge[keep] * k_block
+    out[:, K1] = np.minimum(stop[keep] * k_block, seq_len)
+    out[:, LO], out[:, HI] = -UNBOUNDED, UNBOUNDED
+    out[:, EW] = kind[keep] == _PARTIAL
+    return out
+
+
+def mask_mod(fn: Callable, *, block: int = 128, rows: int = 1) -> Mask:
+    """The mask `fn(b, h, q_idx, kv_idx) -> bool` of global indices; `rows` > 1 if it depends on `b`."""
+    return MaskMod(fn, block, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockTable(Mask):
+    """A FlexAttention BlockMask: its table of blocks and the function inside partial ones."""
+
+    fn: Callable
+    q_block: int
+    k_block: int
+    kinds: tuple[bytes, ...]  # for each batch row, a table of block kinds
+    shape: tuple[int, int]  # of that table
+    seq_lens: tuple[int, int]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.kinds)
+
+    def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
+        if max(self.seq_lens) != seq_len or min(self.seq_lens) != seq_len:
+            raise LongmeshError(
+                f"the BlockMask is for {self.seq_lens[0]} queries and {self.seq_lens[1]} keys, the sequence has "
+                f"{seq_len} tokens; make it with create_block_mask(..., Q_LEN={seq_len}, KV_LEN={seq_len})"
+            )
+        kinds = np.frombuffer(self.kinds[row], dtype=np.int8).reshape(self.shape)
+        return slices_of_blocks(kinds, self.q_block, self.k_block, seq_len)
+
+    def visible(self, b, h, q_idx, kv_idx):
+        return self.fn(b, h, q_idx, kv_idx)
+
+    def __str__(self) -> str:
+        return f"from_block_mask({self.shape[0]} x {self.shape[1]} blocks of {self.q_block} x {self.k_block})"
+
+
+def from_block_mask(block_mask) -> Mask:
+    """The mask of a `torch.nn.attention.flex_attention.BlockMask`, without asking its function again."""
+    shape = tuple(block_mask.kv_indices.shape[-2:])
+    partial = _table(block_mask.kv_num_blocks, block_mask.kv_indices)
+    full = np.zeros_like(partial)
+    if block_mask.full_kv_num_blocks is not None:
+        full = _table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    present = partial | full
+    kinds = present.any(axis=1).astype(np.int8) + full.all(axis=1).astype(np.int8)  # over the heads
+    q_block, k_block = block_mask.BLOCK_SIZE
+    return BlockTable(
+        fn=block_mask.mask_mod,
+        q_block=int(q_block),
+        k_block=int(k_block),
+        kinds=tuple(row.tobytes() for row in kinds),
+        shape=(int(shape[0]), int(shape[1])),
+        seq_lens=(int(block_mask.seq_lengths[0]), int(block_mask.seq_lengths[1])),
+    )
+
+
+def _table(counts: torch.Tensor, indices: torch.Tensor) -> np.ndarray:
+    """Booleans (batch, heads, query blocks, key blocks) from counts and lists of key blocks."""
+    counts, indices = counts.cpu(), indices.cpu()
+    listed = torch.arange(indices.shape[-1]) < counts.unsqueeze(-1)
+    table = torch.zeros(indices.shape, dtype=torch.int64)
+    table.scatter_add_(-1, indices.long(), listed.long())
+    return (table > 0).numpy()

@@ -1,0 +1,200 @@
+"""Slices: a mask as a disjoint union of rectangles with a diagonal band, in integer arithmetic.
+
+A slice is one row of an int64 array; its columns are named `Q0 Q1 K0 K1 LO HI EW`:
+
+    k0        k1
+    +--\\------+ q0      key j is visible to query i when q0 <= i < q1, k0 <= j < k1
+    |    \\    |         and lo <= j - i <= hi.
+    |      \\  |         EW = 1: a pair inside is visible only where the mask's predicate says so.
+    +--------\\+ q1
+
+Cutting, shifting and intersecting slices give slices, so areas, needed keys and kernel blocks are
+exact. Pitfall: an unbounded side is +-UNBOUNDED, never the extreme of int64, so that adding a
+position to it cannot overflow; but two bounds must not be added to each other.
+"""
+
+import numpy as np
+
+from longmesh.attention.block import UNBOUNDED
+
+Q0, Q1, K0, K1, LO, HI, EW = range(7)
+COLUMNS = 7
+Array = np.ndarray
+
+
+def make_slices(*rows: tuple[int, ...]) -> Array:
+    """Slices from tuples `(q0, q1, k0, k1[, lo, hi[, elementwise]])`, tightened."""
+    default = (0, 0, 0, 0, -UNBOUNDED, UNBOUNDED, 0)
+    full = [tuple(row) + default[len(row) :] for row in rows]
+    return tighten(np.array(full, dtype=np.int64).reshape(-1, COLUMNS))
+
+
+def tighten(slices: Array) -> Array:
+    """The same pairs in canonical form: empty slices dropped, no row or column without a pair,
+    and a bound that cuts nothing written as unbounded."""
+    q0, q1, k0, k1, lo, hi = (slices[:, c] for c in range(EW))
+    sane = lo <= hi
+    q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
+    k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
+    lo = np.where(k0 - q1 + 1 >= lo, -UNBOUNDED, lo)
+    hi = np.where(k1 - 1 - q0 <= hi, UNBOUNDED, hi)
+    keep = (q0 < q1) & (k0 < k1) & sane
+    out = slices.copy()
+    for column, values in enumerate((q0, q1, k0, k1, lo, hi)):
+        out[:, column] = values
+    return out if keep.all() else out[keep]
+
+
+def _pairs_below(rows: Array, cols: Array, diagonal: Array) -> Array:
+    """How many (i, j) of a rows x cols rectangle have j - i <= diagonal."""
+    d = np.clip(diagonal, -rows, cols - 1)
+
+    def ramp(x: Array) -> Array:  # the sum of clip(t, 0, cols) over t <= x
+        inside = np.clip(x, 0, cols)
+        return inside * (inside + 1) // 2 + np.maximum(x - cols, 0) * cols
+
+    return ramp(rows + d) - ramp(d)
+
+
+def area(slices: Array) -> Array:
+    """The number of pairs of each slice; of an elementwise slice, the pairs that are looked at."""
+    rows, cols = slices[:, Q1] - slices[:, Q0], slices[:, K1] - slices[:, K0]
+    to_corner = slices[:, Q0] - slices[:, K0]
+    upper = np.clip(slices[:, HI] + to_corner, -rows, cols - 1)
+    lower = np.clip(slices[:, LO] + to_corner - 1, -rows, cols - 1)
+    return _pairs_below(rows, cols, upper) - _pairs_below(rows, cols, lower)
+
+
+def overlaps(start: Array, stop: Array, other_start: Array, other_stop: Array) -> tuple[Array, Array]:
+    """Index pairs (a, b) of intervals that overlap, ordered by a, then by b's start.
+
+    `b` may overlap each other; the candidates of an `a` are a range of the b sorted by start,
+    found through the running maximum of their stops.
+    """
+    order = np.argsort(other_start, kind="stable")
+    b_start, b_stop = other_start[order], other_stop[order]
+    first = np.searchsorted(np.maximum.accumulate(b_stop), start, side="right")
+    last = np.searchsorted(b_start, stop, side="left")
+    count = np.maximum(last - first, 0)
+    a = np.repeat(np.arange(len(start)), count)
+    within = np.arange(len(a)) - np.repeat(np.cumsum(count) - count, count)
+    b = np.repeat(first, count) + within
+    keep = b_stop[b] > start[a]
+    return a[keep], order[b[keep]]
+
+
+def intersect(left: Array, right: Array) -> Array:
+    """The pairs that are in both; disjoint if both inputs are."""
+    a, b = overlaps(left[:, Q0], left[:, Q1], right[:, Q0], right[:, Q1])
+    x, y = left[a], right[b]
+    out = np.empty_like(x)
+    for column in (Q0, K0, LO, EW):
+        out[:, column] = np.maximum(x[:, column], y[:, column])
+    for column in (Q1, K1, HI):
+        out[:, column] = np.minimum(x[:, column], y[:, column])
+    return tighten(out)
+
+
+def subtract(left: Array, right: Array) -> Array:
+    """The pairs of `left` that are in no slice of `right`."""
+    for cut in right:
+        touched = (left[:, Q0] < cut[Q1]) & (left[:, Q1] > cut[Q0])
+        touched &= (left[:, K0] < cut[K1]) & (left[:, K1] > cut[K0])
+        if touched.any():
+            left = np.concatenate([left[~touched], _subtract_one(left[touched], cut)])
+    return left
+
+
+def _subtract_one(left: Array, cut: Array) -> Array:
+    inside_rows = {Q0: cut[Q0], Q1: cut[Q1]}
+    inside = inside_rows | {K0: cut[K0], K1: cut[K1]}
+    outside = (
+        {Q1: cut[Q0]},
+        {Q0: cut[Q1]},
+        inside_rows | {K1: cut[K0]},
+        inside_rows | {K0: cut[K1]},
+        inside | {HI: cut[LO] - 1},
+        inside | {LO: cut[HI] + 1},
+    )
+    parts: list[Array] = []
+    for limits in outside:
+        part = left.copy()
+        for column, bound in limits.items():
+            narrow = np.minimum if column in (Q1, K1, HI) else np.maximum
+            part[:, column] = narrow(part[:, column], bound)
+        parts.append(tighten(part))
+    return np.concatenate(parts)
+
+
+def union(left: Array, right: Array) -> Array:
+    """The pairs in either, each once. Elementwise slices ask the predicate of the whole union, so
+    they keep clear of what is known exactly."""
+    exact_left, exact_right = left[left[:, EW] == 0], right[right[:, EW] == 0]
+    exact = np.concatenate([exact_left, subtract(exact_right, exact_left)])
+    asked_left = subtract(left[left[:, EW] == 1], exact)
+    asked_right = subtract(subtract(right[right[:, EW] == 1], exact), asked_left)
+    return np.concatenate([exact, asked_left, asked_right])
+
+
+def shift(slices: Array, by: Array | int) -> Array:
+    """Slices moved along the diagonal: both ranges by the same number of tokens."""
+    out = slices.copy()
+    out[:, Q0:LO] += np.asarray(by).reshape(-1, 1)
+    return out
+
+
+def keys_per_query(slices: Array, seq_len: int) -> Array:
+    """For every query, how many keys it sees (of elementwise slices: how many it looks at)."""
+    s = tighten(slices)
+    q0, q1, k0, k1 = s[:, Q0], s[:, Q1], s[:, K0], s[:, K1]
+    flat_from = np.clip(k1 - s[:, HI] - 1, q0, q1)  # the last key is i + hi before, k1 - 1 from here
+    rise_from = np.clip(k0 - s[:, LO], q0, q1)  # the first key is k0 before, i + lo from here
+    high, low = np.where(flat_from > q0, s[:, HI] + 1, 0), np.where(rise_from < q1, s[:, LO], 0)
+    constant, slope = np.zeros((2, seq_len + 1), dtype=np.int64)
+
+    def add(target: Array, start: Array, stop: Array, value: Array | int) -> None:
+        np.add.at(target, start, value)
+        np.add.at(target, stop, -np.asarray(value))
+
+    add(slope, q0, flat_from, 1)
+    add(constant, q0, flat_from, high)
+    add(constant, flat_from, q1, k1)
+    add(slope, rise_from, q1, -1)
+    add(constant, rise_from, q1, -low)
+    add(constant, q0, rise_from, -k0)
+    position = np.arange(seq_len, dtype=np.int64)
+    return np.cumsum(constant)[:seq_len] + np.cumsum(slope)[:seq_len] * position
+
+
+def stride_slices(slices: Array, stride: int, seq_len: int) -> Array:
+    """Slices in the coordinates of a striped sequence, where token t of residue r = t % stride is
+    number t // stride of stripe r, and the stripes follow each other.
+
+    A band stays a band: lo <= j - i <= hi, seen by two residues, is a band of their numbers.
+    """
+    count = (seq_len - np.arange(stride) + stride - 1) // stride
+    base = np.cumsum(count) - count
+    s = np.repeat(slices, stride * stride, axis=0)
+    q_res = np.tile(np.repeat(np.arange(stride), stride), len(slices))
+    k_res = np.tile(np.tile(np.arange(stride), stride), len(slices))
+    out = s.copy()
+    for column, residue in ((Q0, q_res), (Q1, q_res), (K0, k_res), (K1, k_res)):
+        out[:, column] = -((residue - s[:, column]) // stride)  # ceil((x - residue) / stride)
+    turn = q_res - k_res
+    out[:, LO] = np.where(s[:, LO] == -UNBOUNDED, -UNBOUNDED, -((-s[:, LO] - turn) // stride))
+    out[:, HI] = np.where(s[:, HI] == UNBOUNDED, UNBOUNDED, (s[:, HI] + turn) // stride)
+    out = np.concatenate([out, np.stack([base[q_res], base[k_res]], axis=1)], axis=1)
+    q_base, k_base = out[:, 7], out[:, 8]
+    out[:, Q0] += q_base
+    out[:, Q1] += q_base
+    out[:, K0] += k_base
+    out[:, K1] += k_base
+    return tighten(shift_band(out[:, :COLUMNS], k_base - q_base))
+
+
+def shift_band(slices: Array, by: Array) -> Array:
+    """In place: the band moved by `by` where it is bounded (keys were renumbered by that much more
+    than queries)."""
+    slices[:, LO] += np.where(slices[:, LO] == -UNBOUNDED, 0, by)
+    slices[:, HI] += np.where(slices[:, HI] == UNBOUNDED, 0, by)
+    return slices
