@@ -12,6 +12,7 @@ from dataclasses import dataclass
 # A rank that ended without a word, or hangs, did so before any peer could notice.
 BEFORE_ALL_OTHERS = -1
 AFTER_ALL_OTHERS = 2**63 - 1
+MAX_OTHERS = 160
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class RankFailure:
     time_ns: int
 
     def describe(self) -> str:
-        return f"rank {self.rank} {self.summary}"
+        """One line of bearable length: what a peer says of a lost connection is long."""
+        short = self.summary if len(self.summary) <= MAX_OTHERS else self.summary[:MAX_OTHERS] + "..."
+        return f"rank {self.rank} {short}"
 
 
 class RankError(RuntimeError):

@@ -5,12 +5,12 @@ sockets, and nothing frees them; hundreds of cases on one pool would pile them u
 changes during its life, so a mesh can be kept per (shape, names).
 """
 
-from functools import lru_cache
+from functools import cache
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
-@lru_cache(maxsize=None)
+@cache
 def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """The CPU mesh of this shape over the ranks of the current run, made once per rank.
 

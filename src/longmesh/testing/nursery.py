@@ -20,6 +20,7 @@ import os
 import signal
 import socket
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Nursery:
         return json.loads(answer)
 
 
-def _live(life: Any) -> None:
+def _live(life: Callable[[], None]) -> None:
     """Run a forked process's whole life; never returns into the code that was forked."""
     code = 1
     try:

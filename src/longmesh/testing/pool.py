@@ -56,11 +56,12 @@ class RankPool:
         failed and is ended. Either way the next call gets fresh ranks.
         """
         num_ranks = self.max_ranks if ranks is None else ranks
-        if not 1 <= num_ranks <= self.max_ranks:
+        if num_ranks < 1:
+            raise LongmeshError(f"run(ranks={num_ranks}): a run has at least 1 rank")
+        if num_ranks > self.max_ranks:
             raise LongmeshError(
-                f"run(ranks={num_ranks}): this pool has 1 to {self.max_ranks} ranks; make it with RankPool({num_ranks})"
-                if num_ranks > 0
-                else f"run(ranks={num_ranks}): a run has at least 1 rank"
+                f"run(ranks={num_ranks}): this pool has 1 to {self.max_ranks} ranks; "
+                f"make it with RankPool({num_ranks})"
             )
         if not timeout > 0:
             raise LongmeshError(f"run(timeout={timeout}): give a positive number of seconds")

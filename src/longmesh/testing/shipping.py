@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import io
 import pickle
 import re
 import sys
@@ -19,9 +18,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from longmesh.errors import LongmeshError
+from longmesh.testing.copying import CopyPickler
 
 
 def name_function(fn: Callable[..., Any]) -> str:
@@ -30,17 +30,18 @@ def name_function(fn: Callable[..., Any]) -> str:
     return f"{module}.{name}" if module else name
 
 
-class _CallPickler(pickle.Pickler):
-    """Pickles as usual and notes the modules of all functions and classes it meets."""
+class _CallPickler(CopyPickler):
+    """Notes the modules of all functions and classes it meets."""
 
-    def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    def __init__(self) -> None:
+        super().__init__()
         self.module_names: dict[str, None] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, FunctionType | type):
             self.module_names[obj.__module__] = None
-        return NotImplemented
+            return NotImplemented
+        return super().reducer_override(obj)
 
 
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -48,20 +49,20 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     qualname = getattr(fn, "__qualname__", "")
     if "<locals>" in qualname or "<lambda>" in qualname:
         raise LongmeshError(
-            f"cannot send {name_function(fn)} to the ranks: a lambda or nested function has no importable name; "
+            f"cannot send {name_function(fn)} to the ranks: "
+            "a lambda or nested function has no importable name; "
             "define it at the top level of a module and pass what it needs as arguments"
         )
-    buffer = io.BytesIO()
-    pickler = _CallPickler(buffer)
+    pickler = _CallPickler()
     try:
-        pickler.dump((fn, args, kwargs))
+        call = pickler.to_bytes((fn, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise LongmeshError(
             f"cannot send {name_function(fn)} and its arguments to the ranks: {error}; "
             "pass values that pickle can copy, and make the rest inside the function"
         ) from error
     files = [(name, getattr(sys.modules.get(name), "__file__", None)) for name in pickler.module_names]
-    return pickle.dumps((files, buffer.getvalue()))
+    return pickle.dumps((files, call))
 
 
 def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -98,7 +99,8 @@ def import_from(name: str, file: str | None) -> ModuleType:
     return module
 
 
-Surroundings = tuple[list[str], list[tuple[str, str, type[Warning], str, int]]]
+WarningAction = Literal["default", "error", "ignore", "always", "module", "once"]
+Surroundings = tuple[list[str], list[tuple[WarningAction, str, type[Warning], str, int]]]
 
 
 def read_surroundings() -> Surroundings:
@@ -109,8 +111,8 @@ def read_surroundings() -> Surroundings:
             return ""
         return part.pattern if isinstance(part, re.Pattern) else re.escape(part)
 
-    filters = [(a, pattern(msg), category, pattern(mod), n) for a, msg, category, mod, n in warnings.filters]
-    return list(sys.path), filters
+    current: list[Any] = list(warnings.filters)
+    return list(sys.path), [(a, pattern(msg), kind, pattern(mod), n) for a, msg, kind, mod, n in current]
 
 
 def apply_surroundings(surroundings: Surroundings) -> None:
@@ -118,4 +120,4 @@ def apply_surroundings(surroundings: Surroundings) -> None:
     sys.path[:] = path
     warnings.resetwarnings()
     for action, message, category, module, lineno in filters:
-        warnings.filterwarnings(action, message, category, module, lineno, append=True)  # type: ignore[arg-type]
+        warnings.filterwarnings(action, message, category, module, lineno, append=True)

@@ -25,7 +25,7 @@ from typing import IO, Any
 from longmesh.testing.failure import AFTER_ALL_OTHERS, BEFORE_ALL_OTHERS, RankError, RankFailure
 from longmesh.testing.nursery import Nursery
 from longmesh.testing.shipping import Surroundings
-from longmesh.testing.worker import STACK_SIGNAL, Seat
+from longmesh.testing.worker import STACK_SIGNAL, Seat, run_call
 
 START_S = 120.0
 SETTLE_S = 0.2
@@ -49,7 +49,11 @@ class World:
         self._surroundings: Surroundings | None = None
         self._ended: dict[int, int] = {}
         self._ranks = _fork_ranks(nursery, num_ranks)
-        self._collect("starting the ranks", START_S)
+        try:
+            self._collect("the start of the ranks", START_S)
+        except BaseException:
+            self.end()
+            raise
 
     def run(self, function: str, call: bytes, surroundings: Surroundings, timeout: float) -> list[Any]:
         """The results by rank. After any exception the world is ended and must not be used again."""
@@ -162,6 +166,7 @@ def _describe_hang(pending: list[_Rank], timeout: float) -> dict[int, RankFailur
 
 
 def _read_stack(stacks: IO[bytes]) -> str:
+    """The rank's frames, innermost first, down to where the pool called the function."""
     text, deadline = b"", time.monotonic() + 1.0
     while time.monotonic() < deadline:
         time.sleep(0.02)
@@ -169,9 +174,12 @@ def _read_stack(stacks: IO[bytes]) -> str:
         if now and now == text:
             break
         text = now
-    return text.decode(errors="replace") or "(no stack: the process did not answer)"
+    lines = text.decode(errors="replace").splitlines()
+    ours = [i for i, line in enumerate(lines) if line.endswith(f" in {run_call.__name__}")]
+    return "\n".join(lines[: ours[-1]] if ours else lines) or "(no stack: the process did not answer)"
 
 
 def _waits_for_peers(stack: str) -> bool:
     frames = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
-    return any("/torch/distributed/" in frame for frame in frames[:_WAITING_FRAMES])
+    rooms = ("/torch/distributed/", "/longmesh/comm/")
+    return any(room in frame for frame in frames[:_WAITING_FRAMES] for room in rooms)
