@@ -1,0 +1,58 @@
+"""Exact attention over a sequence that is cut over ranks. Plain tensors in, plain tensors out.
+
+plan = plan_attention(seq_len=8192, ranks=4, mask=masks.documents([5000, 3192]))
+print(plan.explain())
+"""
+
+from longmesh.attention import masks
+from longmesh.attention.block import UNBOUNDED, Block
+from longmesh.attention.exchange.allgather import AllGather
+from longmesh.attention.exchange.auto import AutoExchange
+from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.exchange.hybrid import Hybrid
+from longmesh.attention.exchange.ring import Ring
+from longmesh.attention.exchange.sparse import Sparse
+from longmesh.attention.exchange.ulysses import HeadPart, HeadShare, Ulysses
+from longmesh.attention.layout.auto import Auto
+from longmesh.attention.layout.base import Layout, Ownership, Workload
+from longmesh.attention.layout.contiguous import Contiguous
+from longmesh.attention.layout.per_document import PerDocument
+from longmesh.attention.layout.round_robin import RoundRobin
+from longmesh.attention.layout.solve import Solve
+from longmesh.attention.layout.striped import Striped
+from longmesh.attention.layout.zigzag import Zigzag
+from longmesh.attention.plan.api import plan_attention
+from longmesh.attention.plan.attention_plan import AttentionPlan, RankPlan, RowPlan, Rows, Stage
+from longmesh.attention.plan.stats import RankStats
+
+__all__ = [
+    "UNBOUNDED",
+    "AllGather",
+    "AttentionPlan",
+    "Auto",
+    "AutoExchange",
+    "Block",
+    "Contiguous",
+    "Exchange",
+    "HeadPart",
+    "HeadShare",
+    "Hybrid",
+    "Layout",
+    "Ownership",
+    "PerDocument",
+    "RankPlan",
+    "RankStats",
+    "Ring",
+    "RoundRobin",
+    "RowPlan",
+    "Rows",
+    "Solve",
+    "Sparse",
+    "Stage",
+    "Striped",
+    "Ulysses",
+    "Workload",
+    "Zigzag",
+    "masks",
+    "plan_attention",
+]

@@ -1,0 +1,1 @@
+"""Layouts: which rank owns which tokens."""

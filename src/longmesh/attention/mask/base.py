@@ -10,6 +10,7 @@ mask are disjoint, elementwise ones included.
 
 import abc
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class Mask(abc.ABC):
         """The visible pairs of batch row `row` as disjoint slices (see mask/slices.py)."""
 
     @abc.abstractmethod
-    def visible(self, b, h, q_idx, kv_idx):
+    def visible(self, b, h, q_idx, kv_idx) -> Any:
         """FlexAttention's `mask_mod`: tensors of indices that broadcast, to a boolean tensor."""
 
     @property
@@ -86,7 +87,7 @@ class Both(Mask):
         right = self.right.slices(seq_len, row=row % self.right.num_rows, num_heads=num_heads)
         return intersect(left, right)
 
-    def visible(self, b, h, q_idx, kv_idx):
+    def visible(self, b, h, q_idx, kv_idx) -> Any:
         return self.left.visible(b, h, q_idx, kv_idx) & self.right.visible(b, h, q_idx, kv_idx)
 
     def __str__(self) -> str:
@@ -112,7 +113,7 @@ class Either(Mask):
         right = self.right.slices(seq_len, row=row % self.right.num_rows, num_heads=num_heads)
         return union(left, right)
 
-    def visible(self, b, h, q_idx, kv_idx):
+    def visible(self, b, h, q_idx, kv_idx) -> Any:
         return self.left.visible(b, h, q_idx, kv_idx) | self.right.visible(b, h, q_idx, kv_idx)
 
     def __str__(self) -> str:

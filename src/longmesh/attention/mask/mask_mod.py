@@ -104,10 +104,11 @@ class BlockTable(Mask):
         return len(self.kinds)
 
     def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
-        if max(self.seq_lens) != seq_len or min(self.seq_lens) != seq_len:
+        if self.seq_lens != (seq_len, seq_len):
             raise LongmeshError(
-                f"the BlockMask is for {self.seq_lens[0]} queries and {self.seq_lens[1]} keys, the sequence has "
-                f"{seq_len} tokens; make it with create_block_mask(..., Q_LEN={seq_len}, KV_LEN={seq_len})"
+                f"the BlockMask is for {self.seq_lens[0]} queries and {self.seq_lens[1]} keys, "
+                f"the sequence has {seq_len} tokens; "
+                f"make it with create_block_mask(..., Q_LEN={seq_len}, KV_LEN={seq_len})"
             )
         kinds = np.frombuffer(self.kinds[row], dtype=np.int8).reshape(self.shape)
         return slices_of_blocks(kinds, self.q_block, self.k_block, seq_len)

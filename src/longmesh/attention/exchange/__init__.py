@@ -1,0 +1,1 @@
+"""Exchanges: how the keys and values that a rank needs come to it."""

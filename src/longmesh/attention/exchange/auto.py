@@ -1,0 +1,14 @@
+"""AutoExchange: the exchange that the cost model finds fastest. Planning replaces it by its choice."""
+
+import dataclasses
+
+import numpy as np
+
+from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.layout.base import Ownership
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoExchange(Exchange):
+    def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
+        raise AssertionError("planning replaces AutoExchange by the exchange it chose")

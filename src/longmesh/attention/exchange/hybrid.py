@@ -1,0 +1,39 @@
+"""Hybrid: Ulysses inside a group of ranks, another exchange between the groups.
+
+    inner 0   heads 0-3 of group 0's tokens   <- ring or sparse ->   heads 0-3 of group 1's tokens
+    inner 1   heads 4-7 of group 0's tokens   <- ring or sparse ->   heads 4-7 of group 1's tokens
+
+A group acts as one rank of the outer exchange; its members do the same with different heads, so
+the outer transfers of the members never meet.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.exchange.sparse import Sparse
+from longmesh.attention.layout.base import Ownership
+from longmesh.errors import LongmeshError
+
+
+@dataclasses.dataclass(frozen=True)
+class Hybrid(Exchange):
+    outer: Exchange = Sparse()  # noqa: RUF009 (frozen)
+    splits_heads = True
+
+    def __post_init__(self) -> None:
+        if self.outer.splits_heads:
+            raise LongmeshError(
+                f"Hybrid(outer={self.outer}): the outer exchange moves keys; use Ring() or Sparse()"
+            )
+
+    @property
+    def relays(self) -> bool:  # type: ignore[override]
+        return self.outer.relays
+
+    def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
+        return self.outer.stages(remote, owned)
+
+    def __str__(self) -> str:
+        return f"Hybrid(outer={self.outer})"

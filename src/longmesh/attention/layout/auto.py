@@ -1,0 +1,16 @@
+"""Auto: the layout that the cost model finds fastest for this mask and these ranks.
+
+It stands for a choice that planning makes; it cuts nothing by itself.
+"""
+
+import dataclasses
+
+from longmesh.attention.layout.base import Layout, Ownership, Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto(Layout):
+    follows_mask = True
+
+    def assign(self, work: Workload, ranks: int) -> Ownership:
+        raise AssertionError("planning replaces Auto by the layout it chose")

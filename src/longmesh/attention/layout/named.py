@@ -1,0 +1,33 @@
+"""The layouts by their short names: one table, and the lookup that explains itself."""
+
+from longmesh.attention.layout.auto import Auto
+from longmesh.attention.layout.base import Layout
+from longmesh.attention.layout.contiguous import Contiguous
+from longmesh.attention.layout.per_document import PerDocument
+from longmesh.attention.layout.round_robin import RoundRobin
+from longmesh.attention.layout.solve import Solve
+from longmesh.attention.layout.striped import Striped
+from longmesh.attention.layout.zigzag import Zigzag
+from longmesh.errors import LongmeshError
+
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": Contiguous(),
+    "zigzag": Zigzag(),
+    "striped": Striped(),
+    "per_document": PerDocument(),
+    "round_robin": RoundRobin(),
+    "solve": Solve(),
+    "auto": Auto(),
+}
+
+
+def layout_of(choice: Layout | str) -> Layout:
+    """The layout, or the one of that name."""
+    if isinstance(choice, Layout):
+        return choice
+    if choice not in LAYOUTS:
+        raise LongmeshError(
+            f"layout={choice!r} is not known; use one of {', '.join(LAYOUTS)}, "
+            "or a value such as layout=Zigzag() or a Layout of your own"
+        )
+    return LAYOUTS[choice]

@@ -1,0 +1,21 @@
+"""Striped: token t belongs to rank t % n. |0123|0123|0123|0123|
+
+Balances any mask that changes slowly along the sequence, causal above all, and every rank needs
+every other's keys. A band stays a band between two stripes, so the blocks stay few.
+"""
+
+import dataclasses
+
+from longmesh.attention.layout.base import Layout, Ownership, Workload, collect
+
+
+@dataclasses.dataclass(frozen=True)
+class Striped(Layout):
+    def assign(self, work: Workload, ranks: int) -> Ownership:
+        owned: list[tuple[int, int, int]] = []
+        at = 0
+        for r in range(ranks):
+            count = max(0, -(-(work.seq_len - r) // ranks))
+            owned.append((at, at + count, r))
+            at += count
+        return collect(work.seq_len, ranks, owned, stride=ranks)

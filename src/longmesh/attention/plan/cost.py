@@ -1,0 +1,58 @@
+"""How long a plan takes, estimated: over the stages, the longer of computing one and bringing the next.
+
+    compute   | stage 0 | stage 1    | stage 2 |
+    transfer  | stage 1   | stage 2 |               cost = sum of max(compute of i, transfer of i + 1)
+
+Only ratios matter: `auto` compares plans, it promises no time. The defaults are those of a machine where
+a pair in one head of 64 takes as long as 8 bytes.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from longmesh.attention.exchange.fragment import RANK, STAGE, START, STOP
+from longmesh.attention.mask.slices import area
+from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
+from longmesh.attention.plan.stats import rank_stats
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    flops_per_us: float = 50_000.0
+    bytes_per_us: float = 2_000.0
+    call_us: float = 50.0
+    transfer_us: float = 50.0
+
+
+def cost_us(plan: AttentionPlan, model: CostModel | None = None) -> float:
+    """Estimated time of a forward pass: that of the slowest rank in every stage."""
+    model = model or CostModel()
+    return sum(_row_cost(plan, row, model) for row in plan.rows)
+
+
+def _row_cost(plan: AttentionPlan, row: RowPlan, model: CostModel) -> float:
+    s = row.schedule
+    shape = (s.ownership.num_ranks, s.num_stages + 1)
+    share = 1.0 / plan.inner
+    compute, bring = np.zeros(shape), np.zeros(shape)
+    flops = 4.0 * area(s.tiles[:, 2:]) * plan.num_heads * plan.head_dim * share
+    np.add.at(compute, (s.tiles[:, 0], s.tiles[:, 1]), flops / model.flops_per_us + model.call_us)
+    token = 2 * plan.num_kv_heads * plan.head_dim * plan.dtype_bytes * share / model.bytes_per_us
+    size = (s.fragments[:, STOP] - s.fragments[:, START]) * token
+    np.add.at(bring, (s.fragments[:, RANK], s.fragments[:, STAGE]), size)
+    bring[:, 1:] += model.transfer_us * (bring[:, 1:].max(axis=0) > 0)
+    away = s.queries[:, STOP] - s.queries[:, START]
+    query = plan.num_heads * plan.head_dim * plan.dtype_bytes * share / model.bytes_per_us
+    np.add.at(bring[:, min(1, shape[1] - 1)], s.queries[:, RANK], away * query)
+    # A stage ends for all at once: nobody gets the next buffer before its sender is there.
+    stages = np.maximum(compute[:, :-1], bring[:, 1:]).max(axis=0).sum()
+    busiest = compute.sum(axis=1).max()
+    extra = _swap_us(plan, model) if row.shares else 0.0
+    return float(max(stages, busiest)) + extra
+
+
+def _swap_us(plan: AttentionPlan, model: CostModel) -> float:
+    """The all-to-alls of split heads, which overlap with nothing."""
+    received = max(s.received_bytes for s in rank_stats(plan))
+    return received / model.bytes_per_us + 2 * model.transfer_us

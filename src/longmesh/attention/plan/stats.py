@@ -1,0 +1,133 @@
+"""What a plan costs, for each rank: exact counts, forward pass, one sequence of the batch for each row.
+
+Bytes of one token:    a key and its value   2 * kv_heads * head_dim * dtype_bytes
+                       a query, an output    heads * head_dim * dtype_bytes
+                       a partial result      heads * (head_dim + 1) * 4      (fp32, with log-sum-exp)
+
+`received_tokens` is all that a rank receives in keys' worth: received bytes over the bytes of a key
+and its value in all heads. Backward receives the keys again, or saves them, and sends as much
+gradient home in fp32.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from longmesh.attention.exchange.fragment import OWNER, RANK, STAGE, START, STOP
+from longmesh.attention.mask.slices import area
+from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
+
+
+class RankStats(NamedTuple):
+    """`area` counts pairs, in all heads' worth: half the heads on a pair count a half."""
+
+    rank: int
+    tokens: int
+    area: float
+    received_tokens: float
+    sent_bytes: int
+    received_bytes: int
+    peak_kv_bytes: int
+    kernel_calls: int
+
+
+def rank_stats(plan: AttentionPlan) -> tuple[RankStats, ...]:
+    """One `RankStats` for each rank."""
+    total = sum(_row_figures(plan, row) for row in plan.rows)
+    token_bytes = 2 * plan.num_kv_heads * plan.head_dim * plan.dtype_bytes
+    out: list[RankStats] = []
+    for rank, (tokens, pairs, sent, received, peak, calls) in enumerate(np.asarray(total).tolist()):
+        out.append(
+            RankStats(
+                rank=rank,
+                tokens=int(tokens),
+                area=pairs,
+                received_tokens=received / token_bytes,
+                sent_bytes=int(sent),
+                received_bytes=int(received),
+                peak_kv_bytes=int(peak),
+                kernel_calls=int(calls),
+            )
+        )
+    return tuple(out)
+
+
+def _row_figures(plan: AttentionPlan, row: RowPlan) -> np.ndarray:
+    """Columns tokens, area, sent, received, peak, calls; a row for each rank."""
+    s, groups = row.schedule, plan.outer
+    tiles = s.tiles
+    pairs = np.bincount(tiles[:, 0], weights=area(tiles[:, 2:]), minlength=groups)
+    calls = np.bincount(tiles[:, 0], minlength=groups)
+    arrives, leaves = traffic(row)
+    held = peak_rows(row)
+    out = np.zeros((plan.num_ranks, 6))
+    for rank in range(plan.num_ranks):
+        group = rank // plan.inner
+        heads, kv_heads, parts = _heads(plan, row, rank)
+        element = plan.head_dim * plan.dtype_bytes
+        key, query, result = 2 * kv_heads * element, heads * element, heads * (plan.head_dim + 1) * 4
+        received = arrives[group] @ (key, query, result)
+        sent = leaves[group] @ (key, query, result)
+        if row.shares:
+            swapped_in, swapped_out = _all_to_all_bytes(plan, row, rank)
+            received, sent = received + swapped_in, sent + swapped_out
+        share = heads / plan.num_heads
+        out[rank] = (
+            row.ownership.counts[rank],
+            pairs[group] * share,
+            sent,
+            received,
+            held[group] * key,
+            calls[group] * parts,
+        )
+    return out
+
+
+def traffic(row: RowPlan) -> tuple[np.ndarray, np.ndarray]:
+    """For each group, tokens that arrive and leave: keys, queries, partial results."""
+    s = row.schedule
+    groups = s.ownership.num_ranks
+    arrives, leaves = np.zeros((2, groups, 3))
+    size = s.fragments[:, STOP] - s.fragments[:, START]
+    sender = (s.fragments[:, RANK] - 1) % groups if s.relay else s.fragments[:, OWNER]
+    np.add.at(arrives[:, 0], s.fragments[:, RANK], size)
+    np.add.at(leaves[:, 0], sender, size)
+    size = s.queries[:, STOP] - s.queries[:, START]
+    for there, back, column in ((RANK, OWNER, 1), (OWNER, RANK, 2)):
+        np.add.at(arrives[:, column], s.queries[:, there], size)
+        np.add.at(leaves[:, column], s.queries[:, back], size)
+    return arrives, leaves
+
+
+def peak_rows(row: RowPlan) -> np.ndarray:
+    """For each group, the most key rows alive at once: its own, a stage's, and the next one's."""
+    s = row.schedule
+    held = np.zeros((s.ownership.num_ranks, s.num_stages + 1), dtype=np.int64)
+    np.add.at(
+        held, (s.fragments[:, RANK], s.fragments[:, STAGE]), s.fragments[:, STOP] - s.fragments[:, START]
+    )
+    return np.array(s.ownership.counts) + (held[:, :-1] + held[:, 1:]).max(axis=1)
+
+
+def _heads(plan: AttentionPlan, row: RowPlan, rank: int) -> tuple[int, int, int]:
+    if not row.shares:
+        return plan.num_heads, plan.num_kv_heads, 1
+    share = row.shares[rank % plan.inner]
+    return share.q_stop - share.q_start, share.kv_stop - share.kv_start, len(share.parts)
+
+
+def _all_to_all_bytes(plan: AttentionPlan, row: RowPlan, rank: int) -> tuple[int, int]:
+    """Received and sent when shards of the sequence become shards of heads, and the output goes back."""
+    element = plan.head_dim * plan.dtype_bytes
+    group = rank // plan.inner * plan.inner
+    mine = row.ownership.counts[rank]
+    received = sent = 0
+    for peer in range(group, group + plan.inner):
+        if peer == rank:
+            continue
+        my_heads, my_kv, _ = _heads(plan, row, rank)
+        peer_heads, peer_kv, _ = _heads(plan, row, peer)
+        theirs = row.ownership.counts[peer]
+        received += (theirs * (my_heads + 2 * my_kv) + mine * peer_heads) * element
+        sent += (mine * (peer_heads + 2 * peer_kv) + theirs * my_heads) * element
+    return received, sent
