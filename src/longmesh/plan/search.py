@@ -24,7 +24,7 @@ from itertools import pairwise, product
 from longmesh.errors import LongmeshError
 from longmesh.plan.boxes import Shape
 from longmesh.plan.cost import CostModel
-from longmesh.plan.step import Step, is_same_pending, make_step
+from longmesh.plan.step import Step, is_same_pending, make_step, makes_terms
 from longmesh.spec import Layout, MaskPartial, Partial, Placement, Replicate, Shard
 
 Path = tuple[Layout, ...]
@@ -198,8 +198,10 @@ def _split(done: Path, rest: Path, costs: CostModel) -> Iterator[Path]:
         return
     yield from _split((*done, rest[0]), rest[1:], costs)
     for path in _one_axis_at_a_time(done[-1], rest[0], costs):
-        # Cuts may come out in another order than the waypoint's; only the last layout is given.
-        tail = path if len(rest) > 1 else (*path, rest[0])
+        # Cuts may come out in another order than the waypoint's. That does where shards move next; terms
+        # are made only from the waypoint itself, and the last layout is given.
+        free = len(rest) > 1 and not makes_terms(rest[0], rest[1])
+        tail = path if free else (*path, rest[0])
         yield from _split((*done, *tail), rest[1:], costs)
 
 

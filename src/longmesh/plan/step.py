@@ -53,6 +53,12 @@ def is_same_pending(src: Placement, dst: Placement) -> bool:
     return is_linear(src) and is_linear(dst) and not isinstance(dst, MaskPartial)
 
 
+def makes_terms(src: Layout, dst: Layout) -> bool:
+    """Whether `dst` has a pending reduction that `src` doesn't have in that form."""
+    pairs = zip(src.placements, dst.placements, strict=True)
+    return any(isinstance(after, Partial) and before != after for before, after in pairs)
+
+
 def make_step(src: Layout, dst: Layout, shape: Shape, itemsize: int, costs: CostModel) -> Step:
     """The step between two neighbouring layouts of a plan: it reduces, makes terms, or moves shards."""
     sizes = src.mesh.sizes
@@ -60,7 +66,7 @@ def make_step(src: Layout, dst: Layout, shape: Shape, itemsize: int, costs: Cost
     reduced = [a for a, (p, q) in pairs if isinstance(p, Partial) and not isinstance(q, Partial)]
     if reduced:
         return _reduce(src, dst, shape, itemsize, costs, reduced)
-    if any(isinstance(q, Partial) and p != q for _, (p, q) in pairs):
+    if makes_terms(src, dst):
         return Step("pad", src, dst, (), 0, 0, 0.0)
     held = volumes(dst, shape)
     received = held - overlaps(src, dst, shape)

@@ -1,0 +1,7 @@
+"""The only room that issues collectives or makes groups."""
+
+from longmesh.comm.execute import run_plan
+from longmesh.comm.groups import AxisGroup, MeshComm, comm_of
+from longmesh.comm.record import CommEvent, CommLog, record_comm
+
+__all__ = ["AxisGroup", "CommEvent", "CommLog", "MeshComm", "comm_of", "record_comm", "run_plan"]

@@ -1,0 +1,125 @@
+"""The collectives, on flat buffers, over an `AxisGroup`.
+
+Each is issued through torch's functional ops, which torch.compile and fake tensors understand, and
+notes itself in the active recorders. Every function here is collective: every rank of the group
+calls it, with counts that agree.
+
+Element types that gloo does not know travel as bytes. Reductions that the backend refuses (int16,
+float8, a complex product) are made of two all_to_alls and a local reduction: the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from longmesh.comm.groups import AxisGroup
+from longmesh.comm.record import is_recording, record
+from longmesh.errors import LongmeshError
+
+_ops = torch.ops._c10d_functional
+
+_GLOO_DTYPES = frozenset(
+    (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16,
+        torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
+    )
+)  # fmt: skip
+
+
+def all_to_all(
+    buffer: torch.Tensor, *, recv_counts: Sequence[int], send_counts: Sequence[int], group: AxisGroup
+) -> torch.Tensor:
+    """Send `send_counts[i]` elements to member i and receive `recv_counts[i]` from it, in member order."""
+    note("all_to_all", buffer, sum(send_counts) - send_counts[group.rank], group)
+    if buffer.dtype not in _GLOO_DTYPES:
+        width = buffer.element_size()
+        out = _ops.all_to_all_single(
+            buffer.view(torch.uint8), [n * width for n in recv_counts], [n * width for n in send_counts], group.name
+        )
+        return _ops.wait_tensor(out).view(buffer.dtype)
+    out = _ops.all_to_all_single(buffer, list(recv_counts), list(send_counts), group.name)
+    return _ops.wait_tensor(out)
+
+
+def all_gather(buffer: torch.Tensor, *, group: AxisGroup, wait: bool = True) -> torch.Tensor:
+    """The members' buffers, all of one size, one after the other."""
+    note("all_gather", buffer, buffer.numel() * (group.size - 1), group)
+    if buffer.dtype not in _GLOO_DTYPES:
+        out = _ops.all_gather_into_tensor(buffer.view(torch.uint8), group.size, group.name)
+        return _ops.wait_tensor(out).view(buffer.dtype)
+    out = _ops.all_gather_into_tensor(buffer, group.size, group.name)
+    return _ops.wait_tensor(out) if wait else out
+
+
+def all_reduce(tensor: torch.Tensor, *, reduce_op: str, group: AxisGroup, wait: bool = True) -> torch.Tensor:
+    """The members' tensors reduced (sum, product, min, max), on every member."""
+    if not can_reduce(tensor.dtype, reduce_op):
+        return _all_reduce_by_pieces(tensor, reduce_op, group)
+    note("all_reduce", tensor, 2 * math.ceil(tensor.numel() / group.size) * (group.size - 1), group)
+    out = _ops.all_reduce(tensor.contiguous(), reduce_op, group.name)
+    return _ops.wait_tensor(out) if wait else out
+
+
+def reduce_scatter(buffer: torch.Tensor, *, reduce_op: str, group: AxisGroup) -> torch.Tensor:
+    """Cut `buffer` in equal parts, one per member; return our part reduced. For backends that do it well."""
+    note("reduce_scatter", buffer, buffer.numel() // group.size * (group.size - 1), group)
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(buffer, reduce_op, group.size, group.name))
+
+
+def can_reduce(dtype: torch.dtype, reduce_op: str) -> bool:
+    """Whether every backend reduces this element type by itself."""
+    if dtype.is_complex:
+        return reduce_op == "sum"
+    return dtype in _GLOO_DTYPES and dtype is not torch.bool
+
+
+def reduce_rows(rows: torch.Tensor, reduce_op: str) -> torch.Tensor:
+    """Reduce dim 0 locally, keeping the element type."""
+    match reduce_op:
+        case "sum":
+            return rows.sum(0).to(rows.dtype)
+        case "product":
+            return rows.prod(0).to(rows.dtype)
+        case "min":
+            return rows.amin(0)
+        case "max":
+            return rows.amax(0)
+        case _:
+            raise AssertionError(f"not a wire reduction: {reduce_op}")
+
+
+def _all_reduce_by_pieces(tensor: torch.Tensor, reduce_op: str, group: AxisGroup) -> torch.Tensor:
+    if tensor.dtype.is_complex and reduce_op in ("min", "max"):
+        raise LongmeshError(f"complex numbers have no {reduce_op}; reduce their abs() instead")
+    flat = tensor.contiguous().view(-1)
+    counts = [len(part) for part in range_split(flat.numel(), group.size)]
+    mine = counts[group.rank]
+    rows = all_to_all(flat, recv_counts=[mine] * group.size, send_counts=counts, group=group)
+    wide = torch.float32 if tensor.dtype.is_floating_point and tensor.element_size() == 1 else tensor.dtype
+    part = reduce_rows(rows.view(group.size, mine).to(wide), reduce_op).to(tensor.dtype)
+    whole = all_to_all(
+        part.repeat(group.size), recv_counts=counts, send_counts=[mine] * group.size, group=group
+    )
+    return whole.view(tensor.shape)
+
+
+def range_split(total: int, parts: int) -> list[range]:
+    """`total` cut in `parts` ranges whose lengths differ by one at the most."""
+    bounds = [total * i // parts for i in range(parts + 1)]
+    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def note(kind: str, tensor: torch.Tensor, sent_elements: int, group: AxisGroup) -> None:
+    """Tell the active recorders of one collective."""
+    if is_recording():
+        record(
+            kind,
+            group.axes,
+            group.size,
+            sent_elements * tensor.element_size(),
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+        )

@@ -1,0 +1,123 @@
+"""Process groups for one or several mesh axes, and who stands where in them.
+
+torch sorts the ranks of a new group, so a member's place in its group need not follow the mesh's
+coordinates; `AxisGroup.members` lists coordinates in the group's own order.
+
+Collective: a group over several axes is made the first time it is needed, by all its ranks
+together. Plans are the same on every rank, so they all need it at the same moment.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from itertools import product
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.errors import NotDistributedError
+from longmesh.spec import Coordinate, MeshShape
+
+
+@dataclass(frozen=True, slots=True)
+class AxisGroup:
+    """The ranks that differ from ours only on `axes`, in the order torch's group has them."""
+
+    process_group: dist.ProcessGroup
+    name: str
+    axes: tuple[str, ...]
+    members: tuple[Coordinate, ...]
+    global_ranks: tuple[int, ...]
+    rank: int
+    is_gloo: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
+class MeshComm:
+    """What this process needs to communicate on one DeviceMesh: its coordinate and its groups."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        if not dist.is_initialized():
+            raise NotDistributedError(
+                "no process group: start this script with `longmesh run --ranks N script.py` or torchrun, "
+                "or call torch.distributed.init_process_group() first"
+            )
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise NotDistributedError(
+                f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}; "
+                "make and move this tensor only on the mesh's own ranks"
+            )
+        self.shape = MeshShape.of(mesh)
+        self.coordinate: Coordinate = tuple(coordinate)
+        self._mesh = weakref.ref(mesh)
+        self._ranks: list[int] = mesh.mesh.flatten().tolist()
+        self._groups: dict[tuple[int, ...], AxisGroup] = {}
+
+    def group(self, axes: tuple[int, ...]) -> AxisGroup:
+        """The group over `axes`. Collective over them the first time, if there are several."""
+        group = self._groups.get(axes)
+        if group is None:
+            group = self._groups[axes] = self._make(axes)
+        return group
+
+    def global_rank(self, coordinate: Coordinate) -> int:
+        return self._ranks[self.shape.index(coordinate)]
+
+    def _make(self, axes: tuple[int, ...]) -> AxisGroup:
+        mesh = self._mesh()
+        assert mesh is not None, "a MeshComm outlived its mesh"
+        members: dict[int, Coordinate] = {}
+        for places in product(*(range(self.shape.sizes[a]) for a in axes)):
+            coordinate = list(self.coordinate)
+            for axis, place in zip(axes, places, strict=True):
+                coordinate[axis] = place
+            members[self.global_rank(tuple(coordinate))] = tuple(coordinate)
+        if len(axes) == 1:
+            process_group = mesh.get_group(axes[0])
+        elif len(members) == dist.get_world_size():
+            assert dist.group.WORLD is not None
+            process_group = dist.group.WORLD
+        else:
+            process_group = dist.new_group(sorted(members), use_local_synchronization=True)
+        ordered = sorted(members, key=lambda rank: dist.get_group_rank(process_group, rank))
+        return AxisGroup(
+            process_group=process_group,
+            name=process_group.group_name,
+            axes=tuple(self.shape.axis_name(a) for a in axes),
+            members=tuple(members[rank] for rank in ordered),
+            global_ranks=tuple(ordered),
+            rank=dist.get_rank(process_group),
+            is_gloo=dist.get_backend(process_group) == "gloo",
+        )
+
+
+class _Registry:
+    """One MeshComm per DeviceMesh object, for as long as the mesh lives.
+
+    Keyed by identity: two equal meshes may belong to different process groups (a destroyed world
+    and its successor).
+    """
+
+    def __init__(self) -> None:
+        self._comms: dict[int, MeshComm] = {}
+
+    def get(self, mesh: DeviceMesh) -> MeshComm:
+        comm = self._comms.get(id(mesh))
+        if comm is None:
+            comm = MeshComm(mesh)
+            self._comms[id(mesh)] = comm
+            weakref.finalize(mesh, self._comms.pop, id(mesh), None)
+        return comm
+
+
+_registry = _Registry()
+
+
+def comm_of(mesh: DeviceMesh) -> MeshComm:
+    """The MeshComm of a mesh; made on first use. Raises on a rank that is not in the mesh."""
+    return _registry.get(mesh)

@@ -1,0 +1,158 @@
+"""What a rule is: which placements of inputs and outputs are valid together on *one* mesh axis.
+
+    mm(a, b):   S(0), R -> S(0)      rows of a
+                R, S(1) -> S(1)      columns of b
+                S(1), S(0) -> P      a piece of the contraction each
+                P, R -> P            linear in a pending sum
+
+A rule is a pure function of the call (`OpCall`: global shapes and static arguments) and returns such
+lines as data. It never sees a mesh, a rank or a tensor's values. "Everything replicated" is always
+valid and never listed. The dispatcher combines the axes, and a test checks every line numerically.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from longmesh.spec import Partial, Placement, Replicate, Shard
+
+Shape = tuple[int, ...]
+
+R = Replicate()
+P = Partial()
+
+
+def S(dim: int) -> Shard:
+    return Shard(dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """Global shape, stride and dtype of one tensor argument; stands in its place in `OpCall.args`."""
+
+    index: int
+    shape: Shape
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """An op with its arguments, every tensor (also inside lists) replaced by its `Meta`.
+
+    `tensors` are the metas in order of appearance. `call["dim"]` is an argument by its schema name,
+    its default where it was not given.
+    """
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    tensors: tuple[Meta, ...]
+    outputs: tuple[OutMeta, ...] = field(default=())
+
+    def __getitem__(self, name: str) -> Any:
+        for position, argument in enumerate(self.func._schema.arguments):
+            if argument.name == name:
+                if position < len(self.args):
+                    return self.args[position]
+                return self.kwargs.get(name, argument.default_value)
+        raise KeyError(f"{self.func} has no argument {name!r}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def dim(self, name: str = "dim", tensor: int = 0) -> int:
+        """An int argument that counts the dims of a tensor, from 0 on."""
+        return self[name] % max(self.tensors[tensor].ndim, 1)
+
+    def dims(self, name: str = "dim", tensor: int = 0) -> tuple[int, ...]:
+        """A list-of-dims argument, from 0 on and sorted; None or empty means all dims."""
+        ndim = self.tensors[tensor].ndim
+        given = self[name]
+        if given is None or (isinstance(given, Sequence) and len(given) == 0):
+            return tuple(range(ndim))
+        if isinstance(given, int):
+            given = (given,)
+        return tuple(sorted(d % max(ndim, 1) for d in given))
+
+
+@dataclass(frozen=True, slots=True)
+class OutMeta:
+    """Global shape and stride of one tensor output."""
+
+    shape: Shape
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRule:
+    """One valid line: a placement per tensor argument and per tensor output, on one mesh axis.
+
+    `even`: (tensor, dim) pairs that must be cut in equal pieces for the line to hold: an input's index, or
+    -1 - i for output i. `note` is shown by explain().
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    even: tuple[tuple[int, int], ...] = ()
+    note: str = ""
+
+
+RuleFunction = Callable[[OpCall], list[AxisRule]]
+LocalArgs = Callable[["OpCall", "LocalView"], tuple[tuple[Any, ...], dict[str, Any]]]
+OutFunction = Callable[[OpCall], tuple[OutMeta, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalView:
+    """What a rank knows when it makes its local call: shapes and offsets of its parts of inputs and outputs."""
+
+    input_shapes: tuple[Shape, ...]
+    input_offsets: tuple[Shape, ...]
+    output_shapes: tuple[Shape, ...]
+    output_offsets: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How an op is distributed.
+
+    `axis_rules(call)` lists the valid lines. `out_meta(call)` gives the outputs' global metas; where it is
+    None the op is run once on meta tensors. `local_args(call, view)` rewrites the static arguments for one
+    rank (tensors stay `Meta`s in their places); where it is None they are passed on as they are.
+    """
+
+    axis_rules: RuleFunction
+    out_meta: OutFunction | None = None
+    local_args: LocalArgs | None = None
+
+
+def line(inputs: Sequence[Placement], outputs: Sequence[Placement] | Placement, **extra: Any) -> AxisRule:
+    """A line of a rule; a single output may be given as it is."""
+    return AxisRule(tuple(inputs), (outputs,) if isinstance(outputs, Placement) else tuple(outputs), **extra)
+
+
+def contiguous(shape: Sequence[int]) -> OutMeta:
+    """A dense output of `shape`."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step = step * max(size, 1)
+    return OutMeta(tuple(shape), tuple(reversed(stride)))
+
+
+def like(meta: Meta) -> OutMeta:
+    """An output shaped as an input."""
+    return OutMeta(meta.shape, meta.stride)

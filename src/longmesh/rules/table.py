@@ -1,0 +1,19 @@
+"""The one table: op -> rule.
+
+Keys are aten overloads by name ("add.Tensor"). An in-place or out= overload is served by the rule of
+its functional form; the dispatcher does the writing.
+"""
+
+from __future__ import annotations
+
+from longmesh.rules import pointwise
+from longmesh.rules.rule import Rule
+
+TABLE: dict[str, Rule] = {
+    **pointwise.RULES,
+}
+
+
+def find_rule(name: str) -> Rule | None:
+    """The rule of an aten overload such as "add.Tensor"."""
+    return TABLE.get(name)

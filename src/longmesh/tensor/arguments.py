@@ -1,0 +1,43 @@
+"""Arguments that every entry of the DTensor API takes: a mesh and placements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed import device_mesh as torch_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.errors import LongmeshError
+from longmesh.spec import Placement, Shard
+
+
+def resolve_mesh(mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
+    """The mesh given, or that of the enclosing `with mesh:`."""
+    if mesh is not None:
+        return mesh
+    stack = torch_mesh._mesh_resources.mesh_stack
+    if not stack:
+        raise LongmeshError(
+            f"{caller} needs a mesh: pass device_mesh=init_device_mesh('cpu', (ranks,)) or call it inside `with mesh:`"
+        )
+    return stack[-1]
+
+
+def normalize_placements(placements: Sequence[Placement], ndim: int, caller: str) -> tuple[Placement, ...]:
+    """Placements with negative dims counted from the end, each of a class of ours."""
+    result: list[Placement] = []
+    for placement in placements:
+        if not isinstance(placement, Placement):
+            raise LongmeshError(
+                f"{caller}: {placement!r} ({type(placement).__module__}) is not a longmesh placement; "
+                "use Shard, Replicate and Partial from longmesh"
+            )
+        if isinstance(placement, Shard) and placement.dim < 0:
+            if placement.dim + ndim < 0:
+                raise LongmeshError(
+                    f"{caller}: {placement!r} is out of range for a tensor of {ndim} dims; "
+                    + (f"allowed are {-ndim} to {ndim - 1}" if ndim else "a scalar can't be sharded")
+                )
+            placement = Shard(placement.dim + ndim)
+        result.append(placement)
+    return tuple(result)

@@ -1,0 +1,167 @@
+"""The three differentiable crossings: from_local, to_local, redistribute.
+
+Redistribution is the identity on the global tensor, and so is its gradient: the gradient goes back to
+the layout the tensor came from, replicated where that was a pending reduction. Local factors enter
+only where local tensors do: a rank's term of an average over n ranks counts 1/n in the global tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.comm import comm_of, run_plan
+from longmesh.comm.verify import broadcast_replicas, verify_local_shapes
+from longmesh.errors import LongmeshError
+from longmesh.plan import plan_redistribute
+from longmesh.spec import Layout, Partial, Placement, Replicate
+from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.meta import even_global_shape, global_stride
+
+
+def from_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    layout: Layout,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    run_check: bool,
+    grad_placements: tuple[Placement, ...] | None,
+) -> DTensor:
+    comm = comm_of(mesh)
+    whole = even_global_shape(layout, local.shape) if shape is None else tuple(shape)
+    expected = layout.local_shape(whole, comm.coordinate) if len(whole) == local.ndim else None
+    if run_check:
+        verify_local_shapes(local, layout, whole, comm, given=shape is not None)
+        local = broadcast_replicas(local, layout, comm)
+    elif shape is not None and expected != tuple(local.shape):
+        raise LongmeshError(
+            f"from_local: shape={whole} laid out as {layout} on {layout.mesh} gives coordinate {comm.coordinate} "
+            f"a shard of {expected}, but its local tensor is {tuple(local.shape)}; pass the shard that "
+            "chunking gives this rank, or the right global shape"
+        )
+    strides = global_stride(whole, local) if stride is None else tuple(stride)
+    if local.requires_grad and torch.is_grad_enabled():
+        for placement in layout.placements:
+            check_differentiable(placement, "from_local")
+        return _FromLocal.apply(local, mesh, layout, whole, strides, grad_placements)
+    return DTensor(local.detach(), mesh, layout, whole, strides)
+
+
+def to_local(tensor: DTensor, grad_placements: tuple[Placement, ...] | None) -> torch.Tensor:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _ToLocal.apply(tensor, grad_placements)
+    return tensor._local_tensor
+
+
+def redistribute(
+    tensor: DTensor,
+    layout: Layout,
+    async_op: bool,
+    forward_dtype: torch.dtype | None,
+    backward_dtype: torch.dtype | None,
+) -> DTensor:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Redistribute.apply(tensor, layout, async_op, forward_dtype, backward_dtype)
+    return move(tensor, layout, async_op=async_op, dtype=forward_dtype)
+
+
+def move(
+    tensor: DTensor, layout: Layout, *, async_op: bool = False, dtype: torch.dtype | None = None
+) -> DTensor:
+    """Redistribute without autograd. Collective."""
+    local = tensor._local_tensor
+    if dtype is not None:
+        local = local.to(dtype)
+    source = tensor._layout
+    if source is not layout:
+        plan = plan_redistribute(source, layout, shape=tensor.shape, itemsize=local.element_size())
+        local = run_plan(plan, local, comm_of(tensor._mesh), async_op=async_op)
+    return DTensor(local, tensor._mesh, layout, tensor.shape, global_stride(tensor.shape, local))
+
+
+def check_differentiable(placement: Placement, caller: str) -> None:
+    """Refuse reductions whose gradient can't be told from one rank's term."""
+    if isinstance(placement, Partial) and placement.reduce_op in ("product", "min", "max"):
+        raise LongmeshError(
+            f"{caller}: no gradient goes through {placement!r}: it would depend on the other ranks' terms; "
+            "reduce it first (redistribute to Replicate() or Shard()), or detach() the tensor"
+        )
+
+
+def gradient_layout(layout: Layout, placements: tuple[Placement, ...] | None = None) -> Layout:
+    """How a gradient is laid out by default: as the tensor, and replicated where that is pending."""
+    if placements is not None:
+        return Layout(layout.mesh, placements)
+    for axis in layout.partial_axes:
+        layout = layout.with_placement(axis, Replicate())
+    return layout
+
+
+def _average_size(layout: Layout) -> int:
+    """Over how many ranks the pending averages of a layout run."""
+    return math.prod(layout.mesh.sizes[a] for a, p in enumerate(layout.placements) if p == Partial("avg"))
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        layout: Layout,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        grad_placements: tuple[Placement, ...] | None,
+    ) -> DTensor:
+        ctx.layout, ctx.grad_placements = layout, grad_placements
+        return DTensor(local.detach(), mesh, layout, shape, stride, requires_grad=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+        local = move(grad, gradient_layout(ctx.layout, ctx.grad_placements))._local_tensor
+        factor = _average_size(ctx.layout)
+        return (local / factor if factor > 1 else local), None, None, None, None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, grad_placements: tuple[Placement, ...] | None) -> torch.Tensor:
+        ctx.mesh, ctx.layout, ctx.shape = tensor._mesh, tensor._layout, tensor.shape
+        ctx.grad_placements = grad_placements
+        local = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        factor = _average_size(ctx.layout)
+        layout = gradient_layout(ctx.layout, ctx.grad_placements)
+        grad = grad * factor if factor > 1 else grad
+        return DTensor(grad, ctx.mesh, layout, ctx.shape, global_stride(ctx.shape, grad)), None
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: DTensor,
+        layout: Layout,
+        async_op: bool,
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+    ) -> DTensor:
+        ctx.layout, ctx.dtype = tensor._layout, tensor.dtype
+        ctx.backward_dtype, ctx.async_op = backward_dtype, async_op
+        return move(tensor, layout, async_op=async_op, dtype=forward_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+        moved = move(grad, gradient_layout(ctx.layout), async_op=ctx.async_op, dtype=ctx.backward_dtype)
+        if moved.dtype != ctx.dtype:
+            moved = move(moved, moved._layout, dtype=ctx.dtype)
+        return moved, None, None, None, None
+

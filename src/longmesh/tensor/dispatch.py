@@ -1,0 +1,226 @@
+"""Run an aten op on DTensors: look up its plan, move inputs that lie wrong, call the op locally, wrap.
+
+    y = x + w  ->  key: add.Tensor, layouts, global shapes, static arguments
+               ->  OpPlan (cached): which inputs move where, the local call, the outputs' layouts
+
+A plan is made once per key: the op's rule lists what is valid on one axis, `propagate.choose` combines
+the axes. An op without a rule is decomposed; failing that its inputs are replicated and a warning
+names it, once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.comm import comm_of
+from longmesh.errors import LongmeshError
+from longmesh.spec import Layout
+from longmesh.tensor.autograd import move
+from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.op_plan import Output, OpPlan, make_plan
+from longmesh.tensor.tree import all_tensors, map_tensors
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_NUMBERS = frozenset((int, float, bool, complex))
+
+Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Dispatcher:
+    """The op plans made so far, the ops with a handler of their own, and the ops warned of."""
+
+    def __init__(self) -> None:
+        self.plans: dict[tuple[Any, ...], OpPlan] = {}
+        self.handlers: dict[OpOverload, Handler] = {}
+        self.warned: set[str] = set()
+
+    def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handler = self.handlers.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run by rule, decomposition or replication, without looking for a handler."""
+        parts: list[Any] = [func]
+        mesh = _describe(args, parts, None)
+        if kwargs:
+            for name, value in kwargs.items():
+                parts.append(name)
+                mesh = _describe((value,), parts, mesh)
+        if mesh is None or _PLAIN in parts:
+            args, kwargs = replicate_plain(func, args, kwargs)
+            return self.run(func, args, kwargs)
+        parts.append(comm_of(mesh))
+        key = tuple(parts)
+        try:
+            plan = self.plans.get(key)
+        except TypeError:  # symbolic sizes don't hash
+            plan = make_plan(func, args, kwargs, comm_of(mesh))
+        else:
+            if plan is None:
+                plan = self.plans[key] = make_plan(func, args, kwargs, comm_of(mesh))
+        if plan.local_call is None:
+            return self._without_rule(plan, func, args, kwargs)
+        return self._execute(plan, args, kwargs, mesh)
+
+    def _execute(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
+        if plan.is_plain:
+            result = plan.local_call(*[a._local_tensor if type(a) is DTensor else a for a in args])
+        else:
+            result = _call_locally(plan, args, kwargs)
+        if plan.written is not None:
+            return args[plan.written]
+        if plan.single is not None:
+            return wrap(result, plan.single, mesh)
+        return wrap_all(result, plan.outputs, mesh)
+
+    def _without_rule(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if plan.functional is not None:
+            return write_back(func, plan.functional, args, kwargs)
+        if plan.decomposition is not None:
+            return plan.decomposition(*args, **kwargs)
+        return self.replicate(func, args, kwargs)
+
+    def replicate(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gather every input and run the op whole on each rank."""
+        name = str(func)
+        if name not in self.warned:
+            self.warned.add(name)
+            warnings.warn(
+                f"{name} has no sharding rule: its inputs are replicated on every rank. Register one with "
+                "register_sharding, or redistribute to Replicate() yourself to silence this",
+                stacklevel=4,
+            )
+        mesh = first_mesh(args, kwargs)
+        whole = Layout.replicated(mesh)
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            return move(tensor, whole)._local_tensor if isinstance(tensor, DTensor) else tensor
+
+        local_args, local_kwargs = map_tensors(gather, (args, kwargs))
+        result = func(*local_args, **local_kwargs)
+        return map_tensors(lambda t: DTensor(t, mesh, whole, t.shape, t.stride()), result)
+
+
+_PLAIN = object()
+
+
+def _describe(values: tuple[Any, ...] | list[Any], parts: list[Any], mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Append to `parts` what a plan depends on: layouts and global metas of tensors, values of the rest."""
+    for value in values:
+        kind = type(value)
+        if kind is DTensor:
+            parts += (value._layout, value.shape, value.stride(), value.dtype)
+            if mesh is None:
+                mesh = value._mesh
+            elif value._mesh is not mesh and value._mesh != mesh:
+                raise LongmeshError(
+                    f"one op on tensors of two meshes: {mesh} and {value._mesh}; bring them onto one mesh first "
+                    "(full_tensor(), then distribute_tensor())"
+                )
+        elif kind in _NUMBERS:
+            parts += (kind, value)
+        elif kind is list or kind is tuple:
+            parts.append(len(value))
+            mesh = _describe(value, parts, mesh)
+        elif isinstance(value, torch.Tensor):
+            parts.append(_PLAIN)
+        else:
+            parts.append(value)
+    return mesh
+
+
+def _call_locally(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors: list[torch.Tensor] = []
+    moves = iter(plan.inputs)
+
+    def to_local(tensor: torch.Tensor) -> torch.Tensor:
+        layout = next(moves)
+        assert isinstance(tensor, DTensor)
+        local = tensor._local_tensor if tensor._layout is layout else move(tensor, layout)._local_tensor
+        tensors.append(local)
+        return local
+
+    local_args, local_kwargs = map_tensors(to_local, (args, kwargs))
+    if plan.rewritten is not None:
+        local_args, local_kwargs = plan.rewritten(tensors)
+    assert plan.local_call is not None
+    return plan.local_call(*local_args, **local_kwargs)
+
+
+def wrap(local: torch.Tensor, output: Output, mesh: DeviceMesh) -> DTensor:
+    """A DTensor around a local result. Positional and inlined: this is every op's last step."""
+    result = _make_wrapper(
+        DTensor, output.shape, output.stride, 0, None, local.dtype, torch.strided, local.device, False, False
+    )  # fmt: skip
+    result._local_tensor = local
+    result._mesh = mesh
+    result._layout = output.layout
+    return result
+
+
+def wrap_all(result: Any, outputs: tuple[Output, ...], mesh: DeviceMesh) -> Any:
+    """Wrap the tensors of a result, in order; everything else is passed on."""
+    following = iter(outputs)
+    return map_tensors(lambda tensor: wrap(tensor, next(following), mesh), result)
+
+
+def write_back(func: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An in-place or out= op whose target can't stay where it lies: compute, bring home, copy."""
+    if "out" in kwargs:
+        targets, kwargs = [kwargs["out"]], {k: v for k, v in kwargs.items() if k != "out"}
+    else:
+        targets = [args[0]]
+    result = functional(*args, **kwargs)
+    results = result if isinstance(result, (tuple, list)) else [result]
+    for target, value in zip(targets, results, strict=False):
+        if target.shape != value.shape:
+            raise LongmeshError(
+                f"{func} would give the DTensor it writes to another shape: {tuple(target.shape)} -> "
+                f"{tuple(value.shape)}; use the op that returns a new tensor"
+            )
+        target._local_tensor.copy_(move(value, target._layout)._local_tensor)
+    return targets[0]
+
+
+def first_mesh(args: Any, kwargs: Any) -> DeviceMesh:
+    found: list[DeviceMesh] = []
+    map_tensors(lambda t: found.append(t._mesh) if isinstance(t, DTensor) else None, (args, kwargs))
+    return found[0]
+
+
+def replicate_plain(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Take plain operands that must be equal on all ranks as replicated: scalars, indices, masks."""
+    mesh = first_mesh(args, kwargs)
+    whole = Layout.replicated(mesh)
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        if tensor.ndim and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+            shapes = ", ".join(_show(t) for t in all_tensors((args, kwargs)))
+            raise LongmeshError(
+                f"{func} mixes a DTensor with a plain tensor: {shapes}. Wrap the plain one with "
+                "DTensor.from_local or distribute_tensor, so that its layout is known"
+            )
+        return DTensor(tensor, mesh, whole, tensor.shape, tensor.stride())
+
+    return map_tensors(convert, (args, kwargs))
+
+
+def _show(tensor: torch.Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        return f"DTensor{tuple(tensor.shape)} {tensor._layout}"
+    return f"Tensor{tuple(tensor.shape)}"
+
+
+dispatch = Dispatcher()

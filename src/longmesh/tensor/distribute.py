@@ -1,0 +1,122 @@
+"""Distribute plain tensors and modules over a mesh."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.comm import comm_of, run_plan
+from longmesh.comm.scatter import scatter_tensor
+from longmesh.comm.verify import verify_same
+from longmesh.errors import LongmeshError
+from longmesh.plan import plan_redistribute
+from longmesh.spec import Layout, Placement, Replicate
+from longmesh.tensor.arguments import normalize_placements, resolve_mesh
+from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.meta import check_averages, contiguous_stride
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    shard_order: Iterable[tuple[int, Sequence[int]]] | None = None,
+) -> DTensor:
+    """The DTensor whose global value is `tensor`, a leaf.
+
+    The data is that of the rank at place `src_data_rank` of every mesh axis: it sends each rank its shard,
+    one at a time. With `src_data_rank=None` nothing is sent: each rank cuts its shard from its own `tensor`,
+    which must be the same everywhere. Collective (unless None): every rank of the mesh, same arguments.
+    """
+    mesh = resolve_mesh(device_mesh, "distribute_tensor")
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh != mesh or (placements is not None and tuple(placements) != tensor.placements):
+            raise LongmeshError(
+                f"distribute_tensor got a DTensor laid out as {tensor.placements}; use redistribute() to move it"
+            )
+        return tensor
+    if not tensor.is_leaf:
+        raise LongmeshError(
+            "distribute_tensor takes a leaf tensor, got the result of a differentiable op; use DTensor.from_local "
+            "in the middle of a computation, or detach() it"
+        )
+    given = (Replicate(),) * mesh.ndim if placements is None else placements
+    layout = Layout(mesh, normalize_placements(given, tensor.ndim, "distribute_tensor"), shard_order)
+    layout.check_ndim(tensor.ndim, tensor.shape)
+    check_averages(layout, tensor.dtype)
+    local = _make_local(tensor, mesh, layout, src_data_rank)
+    requires_grad = tensor.requires_grad
+    result = DTensor(local, mesh, layout, tensor.shape, contiguous_stride(tensor.shape), requires_grad)
+    return nn.Parameter(result, requires_grad) if isinstance(tensor, nn.Parameter) else result  # pyright: ignore
+
+
+def _make_local(tensor: torch.Tensor, mesh: DeviceMesh, layout: Layout, source: int | None) -> torch.Tensor:
+    comm = comm_of(mesh)
+    whole = tensor.detach()
+    if whole.device.type not in (mesh.device_type, "meta"):
+        whole = whole.to(mesh.device_type)
+    terms_later = layout
+    for axis in layout.partial_axes:
+        terms_later = terms_later.with_placement(axis, Replicate())
+    if source is None or whole.is_meta:
+        start = Layout.replicated(layout.mesh)
+        plan = plan_redistribute(start, layout, shape=whole.shape, itemsize=whole.element_size())
+        assert plan.num_collectives == 0, "cutting a replicated tensor is local"
+        return run_plan(plan, whole, comm) if plan.steps else whole.clone()
+    if not 0 <= source < min(layout.mesh.sizes):
+        raise LongmeshError(
+            f"src_data_rank={source} is a place on every mesh axis, and the mesh is {layout.mesh.sizes}; "
+            f"allowed are 0 to {min(layout.mesh.sizes) - 1}, or None to send nothing"
+        )
+    fingerprint = hashlib.sha256(f"{tensor.dtype} {layout!r} {source}".encode()).digest()
+    values = [*whole.shape, int.from_bytes(fingerprint[:6], "little")]
+    verify_same(values, "distribute_tensor(shape..., hash of dtype and layout)", comm, whole.device)
+    local = scatter_tensor(whole, terms_later, comm, source=source)
+    plan = plan_redistribute(terms_later, layout, shape=whole.shape, itemsize=whole.element_size())
+    return run_plan(plan, local, comm)
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+) -> nn.Module:
+    """Make a module's parameters and buffers DTensors, in place, and return it. Collective.
+
+    `partition_fn(name, submodule, mesh)` distributes what it likes; everything it leaves is replicated.
+    `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run before and after forward.
+    """
+    mesh = resolve_mesh(device_mesh, "distribute_module")
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, mesh)
+        _replicate_rest(submodule, mesh)
+    if input_fn is not None:
+        before = input_fn
+        module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
+    if output_fn is not None:
+        after = output_fn
+        module.register_forward_hook(lambda mod, inputs, outputs: after(mod, outputs, mesh))
+    return module
+
+
+def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+    everywhere = [Replicate()] * mesh.ndim
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None and not isinstance(parameter, DTensor):
+            replica = distribute_tensor(parameter, mesh, everywhere)
+            module.register_parameter(name, replica)  # pyright: ignore[reportArgumentType]
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[name] = distribute_tensor(buffer, mesh, everywhere)
+
+

@@ -1,0 +1,225 @@
+"""DTensor: one logical tensor over a mesh, one local shard in each process.
+
+    x = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])     # 4 ranks hold 3, 3, 3, 1
+    x.redistribute(placements=[Replicate()]).to_local()             # all ten, everywhere
+
+A wrapper subclass: autograd runs on the global tensor, so every gradient has placements of its own.
+What torch sees (shape, stride, dtype) is global; `_local_tensor` is this rank's part, `_layout` says
+how the parts make up the whole. Names and defaults are those of torch.distributed.tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.errors import LongmeshError
+from longmesh.spec import DTensorSpec, Layout, Partial, Placement, Replicate, ShardOrder, TensorMeta
+from longmesh.tensor.arguments import normalize_placements, resolve_mesh
+from longmesh.tensor.meta import check_averages
+
+ShardOrderLike = Iterable[tuple[int, Sequence[int]]]
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class DTensor(torch.Tensor):
+    """A tensor over a mesh of devices, with a placement per mesh axis."""
+
+    __slots__ = ("_layout", "_local_tensor", "_mesh")
+
+    _local_tensor: torch.Tensor
+    _mesh: DeviceMesh
+    _layout: Layout
+
+    # Ops run in __torch_dispatch__ below autograd; no Python runs above it.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        local_tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        layout: Layout,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        requires_grad: bool = False,
+    ) -> DTensor:
+        """Wrap a local tensor that is already this rank's part. For users: `from_local`."""
+        self = _make_wrapper(
+            cls,
+            shape,  # pyright: ignore[reportArgumentType]
+            stride,  # pyright: ignore[reportArgumentType]
+            0,
+            None,
+            local_tensor.dtype,
+            torch.strided,
+            local_tensor.device,
+            False,
+            requires_grad,
+        )
+        self._local_tensor = local_tensor
+        self._mesh = mesh
+        self._layout = layout
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    # -- made from and turned into plain tensors -----------------------------------------------
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+        shard_order: ShardOrderLike | None = None,
+    ) -> DTensor:
+        """The DTensor whose part on this rank is `local_tensor` (shared, not copied).
+
+        Without `shape` all shards are taken to be equal; give the global `shape` where they are not. Never
+        communicates unless `run_check=True`: then every rank of the mesh must call it, sizes are verified
+        on all of them, and replicated axes take their first rank's data. Differentiable; the local gradient
+        is laid out as the input was (a Partial gets a replicated one), or by `grad_placements`.
+        """
+        mesh = resolve_mesh(device_mesh, "from_local")
+        if isinstance(local_tensor, DTensor):
+            raise LongmeshError(
+                "from_local takes this rank's plain tensor, got a DTensor; use redistribute() to move it"
+            )
+        ndim = local_tensor.ndim
+        given = (Replicate(),) * mesh.ndim if placements is None else placements
+        layout = Layout(mesh, normalize_placements(given, ndim, "from_local"), shard_order)
+        layout.check_ndim(ndim, local_tensor.shape)
+        check_averages(layout, local_tensor.dtype)
+        grads = None if grad_placements is None else normalize_placements(grad_placements, ndim, "from_local")
+        return autograd.from_local(local_tensor, mesh, layout, shape, stride, run_check, grads)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part (shared, not copied). Sends nothing. Differentiable: the local gradient is taken
+        to be laid out as this tensor is (replicated where it is Partial), or by `grad_placements`."""
+        grads = None if grad_placements is None else normalize_placements(grad_placements, self.ndim, "to_local")
+        return autograd.to_local(self, grads)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        shard_order: ShardOrderLike | None = None,
+    ) -> DTensor:
+        """The same global tensor in another layout, by the cheapest plan. Collective: every rank of the mesh.
+
+        Its gradient comes back in this tensor's layout. With `async_op` the last collective may still be
+        under way when it returns; the result waits when first used.
+        """
+        if device_mesh is not None and device_mesh != self._mesh:
+            raise LongmeshError(
+                f"redistribute stays on the tensor's mesh {self._mesh}, got {device_mesh}; go through "
+                "full_tensor() and distribute_tensor() to change meshes"
+            )
+        if placements is None:
+            raise LongmeshError("redistribute needs placements=, one per mesh axis, e.g. [Replicate()]")
+        layout = Layout(self._mesh, normalize_placements(placements, self.ndim, "redistribute"), shard_order)
+        layout.check_ndim(self.ndim, self.shape)
+        check_averages(layout, self.dtype)
+        for placement in layout.placements:
+            if isinstance(placement, Partial) and self._layout is not layout and self.requires_grad:
+                autograd.check_differentiable(placement, "redistribute")
+        return autograd.redistribute(self, layout, async_op, forward_dtype, backward_dtype)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank. Collective: every rank of the mesh."""
+        whole = autograd.redistribute(self, Layout.replicated(self._layout.mesh), False, None, None)
+        return whole.to_local(grad_placements=grad_placements)
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self._layout.placements
+
+    @property
+    def shard_order(self) -> ShardOrder:
+        return self._layout.shard_order
+
+    @property
+    def _spec(self) -> DTensorSpec:
+        return DTensorSpec(self._mesh, self._layout, TensorMeta(self.shape, self.stride(), self.dtype))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        order = "" if self._layout.is_default_order else f", shard_order={self._layout.shard_order}"
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"DTensor(local_tensor={self._local_tensor}, device_mesh={self._mesh}, "
+            f"placements={self.placements}{order}{grad})"
+        )
+
+    # -- copied, saved, compiled -----------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("deepcopy of a DTensor that is not a leaf: detach() it first, as for any tensor")
+        result = _rebuild(
+            self._local_tensor.detach().clone(), self._mesh, self._layout, self.shape, self.stride(), self.requires_grad
+        )
+        result.__dict__.update(self.__dict__)
+        if self.grad is not None:
+            result.grad = self.grad.__deepcopy__(memo)
+        memo[id(self)] = result
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        state = (self._local_tensor.detach(), self._mesh, self._layout, self.shape, self.stride(), self.requires_grad)
+        return _rebuild, (*state, isinstance(self, torch.nn.Parameter))
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[DeviceMesh, Layout]]:
+        return ["_local_tensor"], (self._mesh, self._layout)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: tuple[DeviceMesh, Layout], outer_size: Any, outer_stride: Any
+    ) -> DTensor:
+        local, (mesh, layout) = inner["_local_tensor"], context
+        return DTensor(local, mesh, layout, outer_size, outer_stride, local.requires_grad)
+
+
+def _rebuild(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    layout: Layout,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool = False,
+) -> DTensor:
+    result = DTensor(local, mesh, layout, shape, stride, requires_grad)
+    return torch.nn.Parameter(result, requires_grad) if is_parameter else result  # pyright: ignore[reportReturnType]
+
+
+# The class and what works on it need each other: they come when the class is there.
+import longmesh.tensor.autograd as autograd  # noqa: E402
+from longmesh.tensor.dispatch import dispatch  # noqa: E402

@@ -1,0 +1,126 @@
+"""Factories: DTensors made where they lie, each rank only its own part. They send nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.comm import comm_of
+from longmesh.comm.local import identity_of
+from longmesh.errors import LongmeshError
+from longmesh.spec import Layout, Partial, Placement, Replicate
+from longmesh.tensor.arguments import normalize_placements, resolve_mesh
+from longmesh.tensor.dtensor import DTensor, ShardOrderLike
+from longmesh.tensor.meta import check_averages, contiguous_stride
+
+
+def zeros(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    shard_order: ShardOrderLike | None = None,
+) -> DTensor:
+    """A DTensor of zeros: `zeros(4, 6, device_mesh=mesh, placements=[Shard(0)])`."""
+    return _make("zeros", size, 0, dtype, layout, requires_grad, device_mesh, placements, shard_order)
+
+
+def ones(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    shard_order: ShardOrderLike | None = None,
+) -> DTensor:
+    """A DTensor of ones."""
+    return _make("ones", size, 1, dtype, layout, requires_grad, device_mesh, placements, shard_order)
+
+
+def empty(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    shard_order: ShardOrderLike | None = None,
+) -> DTensor:
+    """A DTensor whose values are whatever memory held."""
+    return _make("empty", size, None, dtype, layout, requires_grad, device_mesh, placements, shard_order)
+
+
+def full(
+    size: Any,
+    fill_value: float | int | bool | complex,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    shard_order: ShardOrderLike | None = None,
+) -> DTensor:
+    """A DTensor filled with `fill_value`."""
+    if dtype is None:
+        dtype = torch.full((), fill_value).dtype
+    return _make("full", (size,), fill_value, dtype, layout, requires_grad, device_mesh, placements, shard_order)
+
+
+def make_sharded(
+    caller: str,
+    size: tuple[Any, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    shard_order: ShardOrderLike | None,
+    fill: Callable[[Layout, torch.Size, tuple[int, ...], torch.device], torch.Tensor],
+) -> DTensor:
+    """A DTensor of which `fill(layout, shape, coordinate, device)` makes this rank's part."""
+    mesh = resolve_mesh(device_mesh, caller)
+    shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
+    given = (Replicate(),) * mesh.ndim if placements is None else placements
+    layout = Layout(mesh, normalize_placements(given, len(shape), caller), shard_order)
+    layout.check_ndim(len(shape), shape)
+    check_averages(layout, dtype)
+    comm = comm_of(mesh)
+    local = fill(layout, shape, comm.coordinate, torch.device(mesh.device_type))
+    return DTensor(local, mesh, layout, shape, contiguous_stride(shape), requires_grad)
+
+
+def _make(
+    caller: str,
+    size: tuple[Any, ...],
+    value: Any,
+    dtype: torch.dtype | None,
+    memory_layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    shard_order: ShardOrderLike | None,
+) -> DTensor:
+    if memory_layout is not torch.strided:
+        raise LongmeshError(f"{caller}: a DTensor is strided, got layout={memory_layout}; leave layout= out")
+    kind = torch.get_default_dtype() if dtype is None else dtype
+
+    def fill(
+        layout: Layout, shape: torch.Size, coordinate: tuple[int, ...], device: torch.device
+    ) -> torch.Tensor:
+        local_shape = layout.local_shape(shape, coordinate)
+        if value is None:
+            return torch.empty(local_shape, dtype=kind, device=device)
+        term = value
+        for axis, placement in enumerate(layout.placements):
+            is_summed = isinstance(placement, Partial) and placement.reduce_op in ("sum", "product")
+            if is_summed and coordinate[axis] > 0:
+                term = identity_of(placement.reduce_op, kind)
+        return torch.full(local_shape, term, dtype=kind, device=device)
+
+    return make_sharded(caller, size, kind, requires_grad, device_mesh, placements, shard_order, fill)

@@ -1,0 +1,50 @@
+"""Global metadata from local metadata: shapes and strides of the whole from one rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from longmesh.errors import LongmeshError
+from longmesh.spec import Layout, Partial
+
+
+def even_global_shape(layout: Layout, local_shape: Sequence[int]) -> tuple[int, ...]:
+    """The global shape if every rank's shard is as large as this one."""
+    sizes = layout.mesh.sizes
+    shape = list(local_shape)
+    for dim, axes in layout.shard_order:
+        for axis in axes:
+            shape[dim] *= sizes[axis]
+    return tuple(shape)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return dense_stride(shape, range(len(shape)))
+
+
+def global_stride(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
+    """The stride of a dense tensor of `shape` whose dims lie in memory as those of `local` do."""
+    if local.is_contiguous():
+        return contiguous_stride(shape)
+    order = sorted(range(local.ndim), key=lambda d: (-local.stride(d), d))
+    return dense_stride(shape, order)
+
+
+def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor whose dims are `order` from the slowest to the fastest."""
+    stride = [0] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step = step * max(shape[dim], 1) if isinstance(shape[dim], int) else step * shape[dim]
+    return tuple(stride)
+
+
+def check_averages(layout: Layout, dtype: torch.dtype) -> None:
+    """A pending average needs numbers that can be divided."""
+    if Partial("avg") in layout.placements and not (dtype.is_floating_point or dtype.is_complex):
+        raise LongmeshError(
+            f"Partial(avg) of {dtype}: an average of integers is not an integer; use Partial(sum), or a float tensor"
+        )

@@ -1,0 +1,183 @@
+"""OpPlan: what an op on DTensors does, decided once and written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+
+from longmesh.comm import MeshComm
+from longmesh.rules import LocalView, Meta, OpCall, OutMeta, find_rule
+from longmesh.spec import Layout
+from longmesh.tensor.propagate import choose
+from longmesh.tensor.tree import map_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Layout and global meta of one tensor output."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpPlan:
+    """How one op call runs.
+
+    `inputs`: the layout each tensor argument is brought to. `local_call` on the local parts, its static
+    arguments replaced by `rewritten(locals)` where they depend on the rank. `outputs`: of the results.
+    `written`: the argument an in-place op returns. Without a `local_call` the op goes another way: by its
+    `functional` form and a copy, by `decomposition`, or replicated.
+    """
+
+    inputs: tuple[Layout, ...] = ()
+    outputs: tuple[Output, ...] = ()
+    single: Output | None = None
+    local_call: Callable[..., Any] | None = None
+    rewritten: Callable[[list[torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    is_plain: bool = False
+    written: int | None = None
+    functional: OpOverload | None = None
+    decomposition: Callable[..., Any] | None = None
+    note: str = ""
+
+
+def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], comm: MeshComm) -> OpPlan:
+    """Plan an op call whose tensor arguments are all DTensors. Pure."""
+    functional = functional_form(func)
+    rule = find_rule(rule_name(functional or func))
+    if rule is None or "out" in kwargs:
+        if functional is not None:
+            return OpPlan(functional=functional)
+        return OpPlan(decomposition=decomposition_of(func))
+    layouts: list[Layout] = []
+    metas: list[Meta] = []
+
+    def describe(tensor: Any) -> Meta:
+        layouts.append(tensor._layout)
+        metas.append(Meta(len(metas), tuple(tensor.shape), tensor.stride(), tensor.dtype))
+        return metas[-1]
+
+    meta_args, meta_kwargs = map_tensors(describe, (args, kwargs))
+    call = OpCall(functional or func, meta_args, meta_kwargs, tuple(metas))
+    outputs = rule.out_meta(call) if rule.out_meta is not None else run_on_meta(call)
+    call = OpCall(call.func, meta_args, meta_kwargs, call.tensors, outputs)
+    choice = choose(call, rule.axis_rules(call), tuple(layouts), pinned=None if functional is None else 0)
+    if choice is None or (functional is not None and outputs[0].shape != metas[0].shape):
+        return OpPlan(functional=functional)
+    results = tuple(Output(y, m.shape, m.stride) for y, m in zip(choice.outputs, outputs, strict=True))
+    rewritten = None
+    if rule.local_args is not None:
+        rewritten = _rewriter(rule.local_args(call, _local_view(call, choice.inputs, choice.outputs, comm)))
+    flat = not kwargs and not any(isinstance(a, (list, tuple)) and _has_meta(a) for a in meta_args)
+    return OpPlan(
+        inputs=choice.inputs,
+        outputs=results,
+        single=results[0] if len(results) == 1 and returns_one_tensor(func) else None,
+        local_call=func,
+        rewritten=rewritten,
+        is_plain=flat and rewritten is None and choice.inputs == tuple(layouts),
+        written=0 if functional is not None else None,
+    )
+
+
+def _has_meta(value: Any) -> bool:
+    return any(isinstance(v, Meta) for v in value)
+
+
+def _rewriter(
+    static: tuple[tuple[Any, ...], dict[str, Any]],
+) -> Callable[[list[torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Local tensors back into the places where the rewritten arguments have metas."""
+
+    def fill(value: Any, locals_: list[torch.Tensor]) -> Any:
+        if isinstance(value, Meta):
+            return locals_[value.index]
+        if isinstance(value, (list, tuple)):
+            return type(value)(fill(v, locals_) for v in value)
+        if isinstance(value, dict):
+            return {k: fill(v, locals_) for k, v in value.items()}
+        return value
+
+    return lambda locals_: fill(static, locals_)
+
+
+def _local_view(
+    call: OpCall, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...], comm: MeshComm
+) -> LocalView:
+    where = comm.coordinate
+
+    def shapes(layouts: tuple[Layout, ...], metas: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(y.local_shape(m.shape, where) for y, m in zip(layouts, metas, strict=True))
+
+    def offsets(layouts: tuple[Layout, ...], metas: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(y.local_offset(m.shape, where) for y, m in zip(layouts, metas, strict=True))
+
+    return LocalView(
+        input_shapes=shapes(inputs, call.tensors),
+        input_offsets=offsets(inputs, call.tensors),
+        output_shapes=shapes(outputs, call.outputs),
+        output_offsets=offsets(outputs, call.outputs),
+    )
+
+
+def run_on_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    """The outputs' global metas, by running the op on meta tensors of the global shapes."""
+
+    def empty(value: Any) -> Any:
+        if isinstance(value, Meta):
+            return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+        if isinstance(value, (list, tuple)):
+            return type(value)(empty(v) for v in value)
+        if isinstance(value, dict):
+            return {k: empty(v) for k, v in value.items()}
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    found: list[OutMeta] = []
+    with _disable_current_modes(), torch.no_grad():
+        result = call.func(*empty(call.args), **empty(dict(call.kwargs)))
+    map_tensors(lambda t: found.append(OutMeta(tuple(t.shape), t.stride())), result)
+    return tuple(found)
+
+
+def rule_name(func: OpOverload) -> str:
+    """The name a rule is listed under: without the namespace for aten, with it otherwise."""
+    return str(func).removeprefix("aten.")
+
+
+def functional_form(func: OpOverload) -> OpOverload | None:
+    """The overload that returns what an in-place or out= overload writes; None for a functional op."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return None
+    namespace, name = schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    if packet is None:
+        return None
+    wanted = [str(a.type) for a in schema.arguments if not a.is_out]
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        if not candidate._schema.is_mutable and [str(a.type) for a in candidate._schema.arguments] == wanted:
+            return candidate
+    return None
+
+
+def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
+    """The op in terms of others: torch's decomposition, or the composite kernel itself."""
+    if func in decomposition_table:
+        return decomposition_table[func]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return func.decompose
+    return None
+
+
+def returns_one_tensor(func: OpOverload) -> bool:
+    returns = func._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"

@@ -1,0 +1,1 @@
+"""What several tests share: drawn layouts and shapes, ranks simulated in one process."""
