@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
 
     try:
-        from longmesh.cli.run import run_script  # imports torch; --help and a wrong argument need not wait
+        from longmesh.cli.run import run_script  # --help need not wait for the launcher
 
         return run_script(options.script, options.args, num_ranks=options.ranks, num_threads=options.threads)
     except KeyboardInterrupt:

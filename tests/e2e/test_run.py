@@ -1,0 +1,172 @@
+"""`longmesh run` as a user types it: real processes, real signals.
+
+Most scripts here do not import torch, because each rank that does takes seconds.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 120
+
+COLLECTIVE = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+x = torch.full((1,), float(dist.get_rank()))
+dist.all_reduce(x)
+print("sum", x.item(), "threads", torch.get_num_threads())
+if sys.argv[1:] == ["fail"] and dist.get_rank() == 1:
+    raise ValueError("two\\nlines")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+FAMILY = """
+import os, sys, time
+from pathlib import Path
+
+rank, here = int(os.environ["RANK"]), Path(sys.argv[1])
+(here / f"pid{rank}").write_text(str(os.getpid()))
+while len(list(here.glob("pid*"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+print("all here")
+"""
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "longmesh", "run", *map(str, arguments)]
+
+
+def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def write(directory: Path, text: str) -> Path:
+    script = directory / "script.py"
+    script.write_text(text)
+    return script
+
+
+def wait_until_gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_ranks_talk_and_share_the_cores(tmp_path: Path) -> None:
+    done = run("--ranks", 2, "--threads", 1, write(tmp_path, COLLECTIVE))
+    assert done.stderr == ""
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] sum 1.0 threads 1", "[rank 1] sum 1.0 threads 1"]
+    assert done.returncode == 0
+
+
+def test_the_first_failing_rank_has_the_last_word(tmp_path: Path) -> None:
+    script = write(tmp_path, COLLECTIVE)
+    done = run("--ranks", 2, script, "fail")
+    lines = done.stderr.splitlines()
+    assert lines[0] == "longmesh run: rank 1 of 2 raised ValueError: two"
+    trace = lines[lines.index("Traceback (most recent call last):") :]
+    assert trace[1] == f'  File "{script}", line 11, in <module>'
+    assert trace[2] == '    raise ValueError("two\\nlines")'
+    assert trace[-2:] == ["ValueError: two", "lines"]
+    assert done.stderr.count("Traceback") == 1
+    assert done.returncode == 1
+
+
+def test_a_script_runs_as_it_would_alone_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "neighbour.py").write_text("answer = 42")
+    script = write(
+        tmp_path,
+        "import sys, os, neighbour\n"
+        "print(__name__, sys.argv[1:], neighbour.answer, os.environ['OMP_NUM_THREADS'])\n"
+        "print('to stderr', file=sys.stderr)\n"
+        "sys.stdout.write('no newline at the end')\n",
+    )
+    done = run(
+        "--ranks",
+        1,
+        script,
+        "--ranks",
+        "$HOME",
+        "${rank}",
+        "",
+        "a b",
+        env={"OMP_NUM_THREADS": "7", "TMPDIR": str(scratch)},
+    )
+    assert done.stdout == (
+        "[rank 0] __main__ ['--ranks', '$HOME', '${rank}', '', 'a b'] 42 7\n[rank 0] no newline at the end\n"
+    )
+    assert done.stderr == "[rank 0] to stderr\n"
+    assert done.returncode == 0
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("ending", "message", "code"),
+    [
+        ("sys.exit(3)", "left with exit code 3", 3),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL", 137),
+        ("os.kill(os.getpid(), 15)", "was killed by SIGTERM", 143),
+    ],
+)
+def test_how_a_rank_ends_is_told_and_the_others_are_ended(
+    tmp_path: Path, ending: str, message: str, code: int
+) -> None:
+    script = write(tmp_path, FAMILY + f"if rank == 1:\n    {ending}\ntime.sleep(600)\n")
+    done = run("--ranks", 3, script, tmp_path)
+    assert done.stderr == f"longmesh run: rank 1 of 3 {message}\n"
+    assert done.returncode == code
+    assert wait_until_gone([int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)])
+
+
+def test_a_syntax_error_is_shown_once(tmp_path: Path) -> None:
+    done = run("--ranks", 2, write(tmp_path, "def f(:\n"))
+    assert done.stderr.startswith("longmesh run: rank 0 of 2 raised SyntaxError: invalid syntax")
+    assert done.stderr.rstrip().endswith("SyntaxError: invalid syntax")
+    assert done.stderr.count("def f(:") == 1
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("signum", "stderr"),
+    [
+        (signal.SIGINT, "longmesh run: ended by SIGINT; so are the ranks\n"),
+        (signal.SIGTERM, "longmesh run: ended by SIGTERM; so are the ranks\n"),
+        (signal.SIGKILL, ""),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks follow a killed launcher on Linux only")
+def test_ranks_end_with_the_launcher(tmp_path: Path, signum: signal.Signals, stderr: str) -> None:
+    script = write(tmp_path, FAMILY + "time.sleep(600)\n")
+    with subprocess.Popen(
+        command("--ranks", 2, script, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        live = [launcher.stdout.readline() for _ in range(2)]  # shown while the ranks still run
+        launcher.send_signal(signum)
+        _, err = launcher.communicate(timeout=TIMEOUT_S)
+    assert sorted(live) == ["[rank 0] all here\n", "[rank 1] all here\n"]
+    assert err == stderr
+    assert launcher.returncode == (-signum if signum == signal.SIGKILL else 128 + signum)
+    assert wait_until_gone([int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)])
