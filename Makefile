@@ -1,0 +1,30 @@
+# Needs Python and make; everything else goes into .venv, made on first use.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench
+
+demo: $(READY)
+	@$(BIN)/longmesh run --ranks 4 examples/layouts_demo.py
+
+test: $(READY)
+	@$(BIN)/pytest
+
+lint: $(READY)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+
+bench: $(READY)
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+# The constraints pin torch: without them pip may bring gigabytes of accelerator packages.
+$(READY): pyproject.toml constraints.txt
+	@echo "making $(VENV): a minute or two, once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
