@@ -41,7 +41,9 @@ def run_step(
         return make_terms(step, shape, local, comm.coordinate)
     if step.is_local:
         transfer = cached_transfer(step, shape, comm.coordinate, (comm.coordinate,))
-        return local[transfer.sends[0].slices].clone()
+        kept = transfer.sends[0]
+        # A shard without elements may have to change its shape all the same.
+        return local[kept.slices].clone() if kept.numel or not local.ndim else local.new_empty(transfer.out_shape)
     group = comm.group(step.axes)
     if step.kind == "all_reduce":
         return _all_reduce(step, local, group, async_op)

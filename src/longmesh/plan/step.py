@@ -87,20 +87,20 @@ def _reduce(
     if not axes:
         return Step("slice", src, dst, (), 0, 0, 0.0)
     group = math.prod(sizes[a] for a in axes)
-    held = volumes(dst, shape) * itemsize
+    held = volumes(dst, shape)
     scatters = any(isinstance(dst.placements[a], Shard) for a in reduced)
     if scatters:
         received = held * (group - 1)
     else:
         received = 2 * (-(-held // group)) * (group - 1)
-    most = int(received.max())
+    most = int(received.max()) * itemsize
     return Step(
         "reduce_scatter" if scatters else "all_reduce",
         src,
         dst,
         axes,
         most,
-        total_over_ranks(received, sizes),
+        total_over_ranks(received, sizes) * itemsize,
         costs.collective_us(axes, most),
     )
 

@@ -83,6 +83,11 @@ def monotone(call: OpCall, *, flips: bool = False) -> list[AxisRule]:
     return lines
 
 
+def overwrite(call: OpCall) -> list[AxisRule]:
+    """copy: the second operand in the first one's place, whatever that held."""
+    return [*shard_lines(call), *(line([p, p], p) for p in (P, AVG, MIN, MAX))]
+
+
 def both(*rules: Callable[[OpCall], list[AxisRule]]) -> Callable[[OpCall], list[AxisRule]]:
     """The lines of several rules, each once."""
 
@@ -135,6 +140,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("div.Tensor", "mul.Scalar", "div.Scalar", "true_divide.Tensor"), LINEAR),
     **dict.fromkeys(("neg.default", "negative.default"), NEGATION),
     **dict.fromkeys(("clone.default", "detach.default", "alias.default", "positive.default"), COPY),
+    "copy.default": Rule(overwrite, pointwise_meta),
     "maximum.default": MAXIMUM,
     "minimum.default": MINIMUM,
     **dict.fromkeys(

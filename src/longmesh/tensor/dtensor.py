@@ -17,7 +17,19 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.errors import LongmeshError
-from longmesh.spec import DTensorSpec, Layout, Partial, Placement, Replicate, ShardOrder, TensorMeta
+from longmesh.spec import (
+    DTensorSpec,
+    Layout,
+    MaskPartial,
+    MeshShape,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    ShardOrder,
+    ShardOrderEntry,
+    TensorMeta,
+)
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.meta import check_averages
 
@@ -219,6 +231,11 @@ def _rebuild(
     result = DTensor(local, mesh, layout, shape, stride, requires_grad)
     return torch.nn.Parameter(result, requires_grad) if is_parameter else result  # pyright: ignore[reportReturnType]
 
+
+# What torch.load(weights_only=True) may rebuild.
+torch.serialization.add_safe_globals(
+    [_rebuild, DTensor, DeviceMesh, Layout, MeshShape, Shard, Replicate, Partial, MaskPartial, ShardOrderEntry]
+)
 
 # The class and what works on it need each other: they come when the class is there.
 import longmesh.tensor.autograd as autograd  # noqa: E402

@@ -1,0 +1,329 @@
+"""DTensor made, moved, saved: the public API on real ranks."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import longmesh
+from longmesh import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from longmesh.comm import record_comm
+from longmesh.errors import LongmeshError, NotDistributedError
+from longmesh.testing import RankError
+
+
+def error_text(fn):
+    try:
+        fn()
+    except (LongmeshError, NotDistributedError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# -- distribute_tensor ---------------------------------------------------------------------------
+
+
+def scattered(shape, mesh_shape, placements, order, source):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+    coordinate = mesh.get_coordinate()
+    mine = whole if all(c == source for c in coordinate) else torch.full_like(whole, -1)
+    x = distribute_tensor(mine, mesh, placements, src_data_rank=source, shard_order=order)
+    kept = distribute_tensor(whole, mesh, placements, src_data_rank=None, shard_order=order)
+    return torch.equal(x.full_tensor(), whole) and torch.equal(x.to_local(), kept.to_local())
+
+
+@pytest.mark.parametrize("source", [0, 1])
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements", "order"),
+    [
+        ((4,), [Shard(0)], None),
+        ((4,), [Shard(-1)], None),
+        ((4,), [Replicate()], None),
+        ((2, 2), [Shard(0), Shard(0)], [(0, (1, 0))]),
+        ((2, 2), [Replicate(), Shard(1)], None),
+        ((2, 2), [Partial(), Shard(1)], None),
+        ((2, 2), [Partial("max"), Partial("max")], None),
+    ],
+)
+def test_distribute_tensor_takes_the_source_ranks_data(pool, mesh_shape, placements, order, source):
+    for shape in ((9, 5), (0, 3), (1, 1), (3, 7)):
+        assert pool.run(scattered, shape, mesh_shape, placements, order, source, ranks=4) == [True] * 4
+
+
+def silent():
+    mesh = init_device_mesh("cpu", (2,))
+    with record_comm() as log:
+        x = distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)], src_data_rank=None)
+        DTensor.from_local(x.to_local(), mesh, [Shard(0)], shape=(3, 2)).to_local()
+        longmesh.zeros(3, 2, device_mesh=mesh, placements=[Shard(0)])
+    return log.events
+
+
+def test_what_sends_nothing(pool):
+    assert pool.run(silent, ranks=2) == [[], []]
+
+
+# -- from_local, to_local ------------------------------------------------------------------------
+
+
+def roundtrip(op):
+    mesh = init_device_mesh("cpu", (3,))
+    local = (torch.arange(4.0) + dist.get_rank()).requires_grad_()
+    x = DTensor.from_local(local, mesh, [Partial(op)])
+    y = x.to_local()
+    (y * 2).sum().backward()
+    return local.grad.tolist(), x.full_tensor().tolist(), x.requires_grad
+
+
+def test_gradient_of_terms_and_back_is_the_identity(pool):
+    for op, total in (("sum", 3.0), ("avg", 1.0)):
+        grad, full, needs_grad = pool.run(roundtrip, op, ranks=3)[0]
+        assert grad == [2.0] * 4
+        assert full == [total + (3 * i if op == "sum" else i) for i in range(4)]
+        assert needs_grad
+
+
+def grad_placements():
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.ones(2, requires_grad=True)
+    rank = dist.get_rank()
+    x = DTensor.from_local(local, mesh, [Replicate()], grad_placements=[Replicate()])
+    # Each rank uses its replica in another way: the gradients are terms of a sum.
+    (x.to_local(grad_placements=[Partial()]) * (rank + 1)).sum().backward()
+    return local.grad.tolist()
+
+
+def test_grad_placements_of_to_local(pool):
+    assert pool.run(grad_placements, ranks=2) == [[3.0, 3.0]] * 2
+
+
+def used_twice():
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(3.0)
+    x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    y = x.redistribute(placements=[Replicate()])
+    z = x.redistribute(placements=[Partial()])
+    (y.to_local() * 2 + z.full_tensor() * 3).sum().backward()
+    return x.grad.placements, x.grad.full_tensor().tolist()
+
+
+def test_gradients_of_two_uses_add_up_in_the_tensors_layout(pool):
+    assert pool.run(used_twice, ranks=2) == [((Shard(0),), [5.0] * 3)] * 2
+
+
+def mixed_precision():
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
+    with record_comm() as log:
+        y = x.redistribute(placements=[Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float64)
+    y.to_local().float().sum().backward()
+    return str(y.dtype), log.events[0].dtype, str(x.grad.dtype)
+
+
+def test_redistribute_in_another_precision(pool):
+    assert pool.run(mixed_precision, ranks=2)[0] == ("torch.bfloat16", "bfloat16", "torch.float32")
+
+
+def checked(sizes, shape):
+    mesh = init_device_mesh("cpu", (len(sizes),))
+    local = torch.full((sizes[dist.get_rank()],), float(dist.get_rank()))
+    return error_text(lambda: DTensor.from_local(local, mesh, [Shard(0)], run_check=True, shape=shape))
+
+
+def test_run_check_raises_on_every_rank_or_none(pool):
+    assert pool.run(checked, [2, 2, 1], (5,), ranks=3) == ["no error"] * 3
+    uneven = pool.run(checked, [2, 2, 1], None, ranks=3)
+    assert len(set(uneven)) == 1
+    assert "shards of different sizes [[2], [2], [1]]" in uneven[0]
+    assert "pass the global shape=" in uneven[0]
+    wrong = pool.run(checked, [1, 2, 2], (5,), ranks=3)
+    assert len(set(wrong)) == 1
+    assert "gives coordinate (0,) a shard of (2,), but it holds (1,)" in wrong[0]
+
+
+def replicas():
+    mesh = init_device_mesh("cpu", (2,))
+    return DTensor.from_local(torch.full((2,), float(dist.get_rank())), mesh, run_check=True).to_local().tolist()
+
+
+def test_run_check_makes_replicas_equal(pool):
+    assert pool.run(replicas, ranks=2) == [[0.0, 0.0]] * 2
+
+
+# -- factories, modules, copies ------------------------------------------------------------------
+
+
+def factories():
+    mesh = init_device_mesh("cpu", (3,))
+    with mesh:
+        made = [
+            longmesh.zeros(5, 2, placements=[Shard(0)]),
+            longmesh.ones((5, 2), placements=[Partial()], dtype=torch.float64),
+            longmesh.full([5, 2], 7, placements=[Shard(1)], requires_grad=False),
+            longmesh.full((2,), 3.0, placements=[Partial("product")]),
+            longmesh.ones(2, placements=[Partial("max")], requires_grad=True),
+            longmesh.empty(0, placements=[Shard(0)]),
+        ]
+    return [(m.full_tensor().tolist(), str(m.dtype), m.requires_grad, tuple(m.to_local().shape)) for m in made]
+
+
+def test_factories(pool):
+    rows = pool.run(factories, ranks=3)[2]
+    assert rows == [
+        ([[0.0] * 2] * 5, "torch.float32", False, (1, 2)),
+        ([[1.0] * 2] * 5, "torch.float64", False, (5, 2)),
+        ([[7] * 2] * 5, "torch.int64", False, (5, 0)),
+        ([3.0] * 2, "torch.float32", False, (2,)),
+        ([1.0] * 2, "torch.float32", True, (2,)),
+        ([], "torch.float32", False, (0,)),
+    ]
+
+
+def copies():
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(nn.Parameter(torch.arange(3.0)), mesh, [Shard(0)])
+    x.grad = distribute_tensor(torch.ones(3), mesh, [Shard(0)], src_data_rank=None)
+    deep = copy.deepcopy(x)
+    thawed = pickle.loads(pickle.dumps(x))
+    file = io.BytesIO()
+    torch.save({"w": x}, file)
+    file.seek(0)
+    loaded = torch.load(file)["w"]
+    inner, context = x.__tensor_flatten__()
+    rebuilt = DTensor.__tensor_unflatten__({inner[0]: x._local_tensor}, context, x.shape, x.stride())
+    same = [torch.equal(y.full_tensor(), torch.arange(3.0)) for y in (deep, thawed, loaded, rebuilt)]
+    kinds = [isinstance(y, nn.Parameter) for y in (x, deep, thawed, loaded)]
+    apart = deep.to_local().data_ptr() != x.to_local().data_ptr()
+    return same, kinds, apart, deep.grad.full_tensor().tolist(), repr(x)
+
+
+def test_copy_pickle_save_flatten(pool):
+    same, kinds, apart, grad, text = pool.run(copies, ranks=2)[0]
+    assert same == [True] * 4
+    assert kinds == [True] * 4
+    assert apart
+    assert grad == [1.0] * 3
+    assert text.startswith("DTensor(local_tensor=tensor([0., 1.])")
+    assert "placements=(Shard(dim=0),), requires_grad=True)" in text
+
+
+def module():
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(dist.get_rank())
+    net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+
+    def partition(name, mod, mesh):
+        if isinstance(mod, nn.Linear):
+            mod.register_parameter("weight", distribute_tensor(mod.weight, mesh, [Shard(0)]))
+
+    distribute_module(
+        net, mesh, partition, lambda m, inputs, mesh: inputs, lambda m, out, mesh: out.redistribute(placements=[Replicate()])
+    )
+    state = {k: (v.placements, isinstance(v, nn.Parameter)) for k, v in net.state_dict(keep_vars=True).items()}
+    other = copy.deepcopy(net)
+    other.load_state_dict(net.state_dict())
+    return state, net[0].weight.full_tensor(), other[0].weight.full_tensor()
+
+
+def test_distribute_module_and_state_dict(pool):
+    (state, weight, loaded), (_, other, _) = pool.run(module, ranks=2)
+    assert state["0.weight"] == ((Shard(0),), True)
+    assert state["0.bias"] == ((Replicate(),), True)
+    assert state["1.running_mean"] == ((Replicate(),), False)
+    assert torch.equal(weight, other)
+    assert torch.equal(weight, loaded)
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+
+def mistakes():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    other = init_device_mesh("cpu", (1, 2))
+    x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    leaf = torch.ones(2, requires_grad=True)
+    return {
+        "dim": error_text(lambda: distribute_tensor(torch.ones(4), mesh, [Shard(1)])),
+        "negative dim": error_text(lambda: distribute_tensor(torch.ones(4), mesh, [Shard(-2)])),
+        "scalar": error_text(lambda: distribute_tensor(torch.ones(()), mesh, [Shard(0)])),
+        "count": error_text(lambda: x.redistribute(placements=[Shard(0), Replicate()])),
+        "none": error_text(lambda: x.redistribute()),
+        "mesh": error_text(lambda: x.redistribute(other, [Replicate(), Replicate()])),
+        "two meshes": error_text(lambda: x + distribute_tensor(torch.ones(4, 2), other, [Shard(0), Replicate()])),
+        "shards": error_text(lambda: DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=(5,)).shape),
+        "leaf": error_text(lambda: distribute_tensor(leaf * 2, mesh, [Shard(0)])),
+        "dtensor": error_text(lambda: DTensor.from_local(x, mesh, [Shard(0)])),
+        "again": error_text(lambda: distribute_tensor(x, mesh, [Replicate()])),
+        "source": error_text(lambda: distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=2)),
+        "no mesh": error_text(lambda: longmesh.zeros(3)),
+        "product": error_text(lambda: DTensor.from_local(leaf, mesh, [Partial("product")])),
+        "max": error_text(lambda: x.detach().requires_grad_().redistribute(placements=[Partial("max")])),
+        "avg": error_text(lambda: longmesh.ones(2, dtype=torch.int64, device_mesh=mesh, placements=[Partial("avg")])),
+        "foreign": error_text(lambda: x.redistribute(placements=["Shard(0)"])),
+        "order": error_text(lambda: x.redistribute(placements=[Shard(1)], shard_order=[(0, (0,))])),
+        "sparse": error_text(lambda: longmesh.zeros(2, layout=torch.sparse_coo, device_mesh=mesh)),
+        "differ": error_text(lambda: distribute_tensor(torch.ones(3 + dist.get_rank()), mesh, [Shard(0)])),
+    }
+
+
+def test_mistakes_say_what_is_wrong_and_what_to_do_on_all_ranks(pool):
+    first, second = pool.run(mistakes, ranks=2)
+    expected = {
+        "dim": "Shard(1) on axis 'tp' is out of range for a tensor of shape (4,); allowed are dims 0 to 0",
+        "negative dim": "Shard(dim=-2) is out of range for a tensor of 1 dims; allowed are -1 to 0",
+        "scalar": "a scalar can't be sharded",
+        "count": "2 placements (Shard(dim=0), Replicate()) for a mesh of 1 axes (2,); give one placement per mesh axis",
+        "none": "redistribute needs placements=",
+        "mesh": "redistribute stays on the tensor's mesh",
+        "two meshes": "one op on tensors of two meshes",
+        "leaf": "distribute_tensor takes a leaf tensor",
+        "dtensor": "from_local takes this rank's plain tensor, got a DTensor",
+        "again": "use redistribute() to move it",
+        "source": "src_data_rank=2 is a place on every mesh axis, and the mesh is (2,); allowed are 0 to 1",
+        "no mesh": "zeros needs a mesh",
+        "product": "no gradient goes through Partial(product)",
+        "max": "no gradient goes through Partial(max)",
+        "avg": "an average of integers is not an integer",
+        "foreign": "is not a longmesh placement",
+        "order": "shard_order says dim 0 is cut by axes [0], but the placements (Shard(dim=1),) shard it over axes none",
+        "sparse": "a DTensor is strided",
+        "differ": "every rank must pass the same",
+    }
+    for case, text in expected.items():
+        assert text in first[case], (case, first[case])
+        assert first[case] == second[case], case
+    assert "gives coordinate (1,) a shard of (2,), but its local tensor is (3,)" in second["shards"]
+
+
+def outside():
+    mesh = DeviceMesh("cpu", torch.tensor([0, 1]))
+    if dist.get_rank() == 2:
+        return error_text(lambda: distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    return distribute_tensor(torch.ones(4), mesh, [Shard(0)]).full_tensor().tolist()
+
+
+def test_a_rank_outside_the_mesh(pool):
+    results = pool.run(outside, ranks=3)
+    assert results[:2] == [[1.0] * 4] * 2
+    assert results[2] == (
+        "NotDistributedError: rank 2 is not in the mesh [0, 1]; make and move this tensor only on the mesh's own ranks"
+    )
+
+
+def no_process_group():
+    mesh = init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+    fresh = DeviceMesh.__new__(DeviceMesh)
+    fresh.__dict__.update(mesh.__dict__)
+    raise NotDistributedError(error_text(lambda: longmesh.zeros(2, device_mesh=fresh)))
+
+
+def test_no_process_group(pool):
+    with pytest.raises(RankError, match=r"no process group: start this script with `longmesh run"):
+        pool.run(no_process_group, ranks=1)
