@@ -6,11 +6,37 @@ its functional form; the dispatcher does the writing.
 
 from __future__ import annotations
 
-from longmesh.rules import pointwise
+from longmesh.rules import (
+    conv,
+    embedding,
+    factory,
+    foreach,
+    index,
+    linalg,
+    loss,
+    matmul,
+    pointwise,
+    reduction,
+    scan_sort,
+    softmax_norm,
+    view,
+)
 from longmesh.rules.rule import Rule
 
 TABLE: dict[str, Rule] = {
     **pointwise.RULES,
+    **foreach.RULES,
+    **factory.RULES,
+    **matmul.RULES,
+    **reduction.RULES,
+    **scan_sort.RULES,
+    **softmax_norm.RULES,
+    **loss.RULES,
+    **view.RULES,
+    **index.RULES,
+    **embedding.RULES,
+    **conv.RULES,
+    **linalg.RULES,
 }
 
 

@@ -4,7 +4,7 @@ from longmesh.tensor.distribute import distribute_module, distribute_tensor
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.factory import empty, full, ones, zeros
-from longmesh.tensor.handlers import HANDLERS
+from longmesh.tensor.ops import HANDLERS
 
 dispatch.handlers.update(HANDLERS)
 

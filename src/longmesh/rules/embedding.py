@@ -1,0 +1,7 @@
+"""Lookups in a table."""
+
+from __future__ import annotations
+
+from longmesh.rules.rule import Rule
+
+RULES: dict[str, Rule] = {}

@@ -1,0 +1,7 @@
+"""fft and linear algebra, by batch dim."""
+
+from __future__ import annotations
+
+from longmesh.rules.rule import Rule
+
+RULES: dict[str, Rule] = {}

@@ -1,0 +1,7 @@
+"""Scans, sorts and selections along a dim."""
+
+from __future__ import annotations
+
+from longmesh.rules.rule import Rule
+
+RULES: dict[str, Rule] = {}

@@ -1,0 +1,36 @@
+"""Ops with a handler of their own: those that need more than moved inputs and one local call.
+
+A handler runs below autograd. It may call torch ops on DTensors, which are dispatched again, move them with
+`move`, and hand the usual case back to `dispatch.run`.
+"""
+
+from __future__ import annotations
+
+from torch._ops import OpOverload
+
+from longmesh.tensor.dispatch import Handler
+from longmesh.tensor.ops import (
+    conv,
+    embedding,
+    foreach,
+    index,
+    loss,
+    random,
+    reduction,
+    scalar,
+    softmax_norm,
+    view,
+)
+
+HANDLERS: dict[OpOverload, Handler] = {
+    **scalar.HANDLERS,
+    **foreach.HANDLERS,
+    **reduction.HANDLERS,
+    **softmax_norm.HANDLERS,
+    **loss.HANDLERS,
+    **view.HANDLERS,
+    **index.HANDLERS,
+    **embedding.HANDLERS,
+    **conv.HANDLERS,
+    **random.HANDLERS,
+}

@@ -1,0 +1,9 @@
+"""Convolution and pooling with halo exchange."""
+
+from __future__ import annotations
+
+from torch._ops import OpOverload
+
+from longmesh.tensor.dispatch import Handler
+
+HANDLERS: dict[OpOverload, Handler] = {}

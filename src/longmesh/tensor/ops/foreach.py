@@ -1,0 +1,9 @@
+"""Foreach ops and fused optimizer steps on lists of DTensors."""
+
+from __future__ import annotations
+
+from torch._ops import OpOverload
+
+from longmesh.tensor.dispatch import Handler
+
+HANDLERS: dict[OpOverload, Handler] = {}

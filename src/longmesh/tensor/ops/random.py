@@ -1,0 +1,9 @@
+"""Random ops whose result does not depend on the layout."""
+
+from __future__ import annotations
+
+from torch._ops import OpOverload
+
+from longmesh.tensor.dispatch import Handler
+
+HANDLERS: dict[OpOverload, Handler] = {}

@@ -1,0 +1,9 @@
+"""Softmax and normalisation over a sharded dim."""
+
+from __future__ import annotations
+
+from torch._ops import OpOverload
+
+from longmesh.tensor.dispatch import Handler
+
+HANDLERS: dict[OpOverload, Handler] = {}

@@ -1,0 +1,153 @@
+"""Check the lines of a rule numerically, in one process and without communication.
+
+For every line of an op's rule: cut the inputs as the line says over n simulated ranks, run the op on each
+rank's parts (with the rule's local arguments), combine the outputs as the line says, and compare with
+the op on the whole. `check_program` does so for every aten call that a function makes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from support.simulate import combine, make_locals
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longmesh.rules import AxisRule, LocalView, Meta, OpCall, find_rule
+from longmesh.spec import Layout, MeshShape
+from longmesh.tensor.op_plan import functional_form, rule_name, run_on_meta
+from longmesh.tensor.tree import map_tensors
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A line that does not hold: op, input shapes, line, ranks, and what went wrong."""
+
+    op: str
+    shapes: tuple
+    line: AxisRule
+    ranks: int
+    reason: str
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        saved = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
+        self.calls.append((func, *saved))
+        return func(*args, **kwargs)
+
+
+def calls_of(fn):
+    """The aten calls that `fn()` makes on plain tensors, with copies of their arguments."""
+    with _Recorder() as recorder, torch.no_grad():
+        fn()
+    return recorder.calls
+
+
+def check_program(fn, ranks=(2, 3)):
+    """Failures of all lines of all rules that `fn()` meets."""
+    failures = []
+    for func, args, kwargs in calls_of(fn):
+        for n in ranks:
+            failures += check_call(func, args, kwargs, n)
+    return failures
+
+
+def check_call(func, args, kwargs, ranks):
+    """Failures of the lines of one aten call's rule on `ranks` simulated ranks (none if it has no rule)."""
+    func = functional_form(func) or func
+    rule = find_rule(rule_name(func))
+    tensors = []
+    map_tensors(tensors.append, (args, kwargs))
+    if rule is None or "out" in kwargs or not tensors:
+        return []
+    expected = []
+    map_tensors(expected.append, func(*args, **kwargs))
+    call = describe(func, args, kwargs)
+    outputs = rule.out_meta(call) if rule.out_meta else run_on_meta(call)
+    call = OpCall(func, call.args, call.kwargs, call.tensors, outputs)
+    shapes = tuple(m.shape for m in call.tensors)
+    failures = []
+    have, want = [o.shape for o in outputs], [tuple(t.shape) for t in expected]
+    if have != want:
+        return [Failure(str(func), shapes, None, ranks, f"out_meta says {have}, the op gives {want}")]
+    for entry in rule.axis_rules(call):
+        try:
+            reason = check_line(call, rule, entry, tensors, expected, ranks)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        if reason:
+            failures.append(Failure(str(func), shapes, entry, ranks, reason))
+    return failures
+
+
+def describe(func, args, kwargs):
+    metas = []
+
+    def meta(t):
+        metas.append(Meta(len(metas), tuple(t.shape), t.stride(), t.dtype))
+        return metas[-1]
+
+    meta_args, meta_kwargs = map_tensors(meta, (args, kwargs))
+    return OpCall(func, meta_args, meta_kwargs, tuple(metas))
+
+
+def check_line(call, rule, entry, tensors, expected, ranks):
+    """What is wrong with one line, or None."""
+    mesh = MeshShape((ranks,))
+    if len(entry.inputs) != len(call.tensors) or len(entry.outputs) != len(call.outputs):
+        return f"the line has {len(entry.inputs)} inputs and {len(entry.outputs)} outputs"
+    ins = [Layout(mesh, [p]) for p in entry.inputs]
+    outs = [Layout(mesh, [p]) for p in entry.outputs]
+    for layout, meta in zip([*ins, *outs], [*call.tensors, *call.outputs], strict=True):
+        layout.check_ndim(len(meta.shape), meta.shape)
+    for which, dim in entry.even:
+        size = call.tensors[which].shape[dim] if which >= 0 else call.outputs[-1 - which].shape[dim]
+        if size % ranks:
+            return None
+    if any(y.partial_axes and not (t.is_floating_point() or t.is_complex()) for y, t in zip(ins, tensors, strict=True)):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    parts = [make_locals(t, y, generator) for t, y in zip(tensors, ins, strict=True)]
+    results = [{} for _ in outs]
+    for where in mesh.coordinates():
+        found = []
+        map_tensors(found.append, _run_local(call, rule, [p[where] for p in parts], ins, outs, where))
+        if len(found) != len(outs):
+            return f"{len(found)} local outputs for {len(outs)}"
+        for result, value in zip(results, found, strict=True):
+            result[where] = value
+    for number, (result, layout, whole) in enumerate(zip(results, outs, expected, strict=True)):
+        values = {c: v.to(torch.complex128 if v.is_complex() else torch.float64) for c, v in result.items()}
+        got = combine(values, layout, tuple(whole.shape))
+        if not torch.allclose(got, whole.to(got.dtype), rtol=1e-4, atol=1e-4, equal_nan=True):
+            return f"output {number} differs by {(got - whole).abs().nan_to_num(9e9).max().item():.3g}"
+        if any(v.dtype != whole.dtype for v in result.values()):
+            return f"output {number} has another dtype"
+    return None
+
+
+def _run_local(call, rule, locals_, ins, outs, where):
+    view = LocalView(
+        input_shapes=tuple(y.local_shape(m.shape, where) for y, m in zip(ins, call.tensors, strict=True)),
+        input_offsets=tuple(y.local_offset(m.shape, where) for y, m in zip(ins, call.tensors, strict=True)),
+        output_shapes=tuple(y.local_shape(m.shape, where) for y, m in zip(outs, call.outputs, strict=True)),
+        output_offsets=tuple(y.local_offset(m.shape, where) for y, m in zip(outs, call.outputs, strict=True)),
+    )
+    args, kwargs = rule.local_args(call, view) if rule.local_args else (call.args, dict(call.kwargs))
+    return call.func(*fill(args, locals_), **fill(kwargs, locals_))
+
+
+def fill(value, locals_):
+    if isinstance(value, Meta):
+        return locals_[value.index]
+    if isinstance(value, (list, tuple)):
+        return type(value)(fill(v, locals_) for v in value)
+    if isinstance(value, dict):
+        return {k: fill(v, locals_) for k, v in value.items()}
+    return value
+
+
