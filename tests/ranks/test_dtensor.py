@@ -121,7 +121,9 @@ def mixed_precision():
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
     with record_comm() as log:
-        y = x.redistribute(placements=[Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float64)
+        y = x.redistribute(
+            placements=[Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float64
+        )
     y.to_local().float().sum().backward()
     return str(y.dtype), log.events[0].dtype, str(x.grad.dtype)
 
@@ -149,7 +151,9 @@ def test_run_check_raises_on_every_rank_or_none(pool):
 
 def replicas():
     mesh = init_device_mesh("cpu", (2,))
-    return DTensor.from_local(torch.full((2,), float(dist.get_rank())), mesh, run_check=True).to_local().tolist()
+    return (
+        DTensor.from_local(torch.full((2,), float(dist.get_rank())), mesh, run_check=True).to_local().tolist()
+    )
 
 
 def test_run_check_makes_replicas_equal(pool):
@@ -170,7 +174,9 @@ def factories():
             longmesh.ones(2, placements=[Partial("max")], requires_grad=True),
             longmesh.empty(0, placements=[Shard(0)]),
         ]
-    return [(m.full_tensor().tolist(), str(m.dtype), m.requires_grad, tuple(m.to_local().shape)) for m in made]
+    return [
+        (m.full_tensor().tolist(), str(m.dtype), m.requires_grad, tuple(m.to_local().shape)) for m in made
+    ]
 
 
 def test_factories(pool):
@@ -223,9 +229,15 @@ def module():
             mod.register_parameter("weight", distribute_tensor(mod.weight, mesh, [Shard(0)]))
 
     distribute_module(
-        net, mesh, partition, lambda m, inputs, mesh: inputs, lambda m, out, mesh: out.redistribute(placements=[Replicate()])
+        net,
+        mesh,
+        partition,
+        lambda m, inputs, mesh: inputs,
+        lambda m, out, mesh: out.redistribute(placements=[Replicate()]),
     )
-    state = {k: (v.placements, isinstance(v, nn.Parameter)) for k, v in net.state_dict(keep_vars=True).items()}
+    state = {
+        k: (v.placements, isinstance(v, nn.Parameter)) for k, v in net.state_dict(keep_vars=True).items()
+    }
     other = copy.deepcopy(net)
     other.load_state_dict(net.state_dict())
     return state, net[0].weight.full_tensor(), other[0].weight.full_tensor()
@@ -255,7 +267,9 @@ def mistakes():
         "count": error_text(lambda: x.redistribute(placements=[Shard(0), Replicate()])),
         "none": error_text(lambda: x.redistribute()),
         "mesh": error_text(lambda: x.redistribute(other, [Replicate(), Replicate()])),
-        "two meshes": error_text(lambda: x + distribute_tensor(torch.ones(4, 2), other, [Shard(0), Replicate()])),
+        "two meshes": error_text(
+            lambda: x + distribute_tensor(torch.ones(4, 2), other, [Shard(0), Replicate()])
+        ),
         "shards": error_text(lambda: DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=(5,)).shape),
         "leaf": error_text(lambda: distribute_tensor(leaf * 2, mesh, [Shard(0)])),
         "dtensor": error_text(lambda: DTensor.from_local(x, mesh, [Shard(0)])),
@@ -264,7 +278,9 @@ def mistakes():
         "no mesh": error_text(lambda: longmesh.zeros(3)),
         "product": error_text(lambda: DTensor.from_local(leaf, mesh, [Partial("product")])),
         "max": error_text(lambda: x.detach().requires_grad_().redistribute(placements=[Partial("max")])),
-        "avg": error_text(lambda: longmesh.ones(2, dtype=torch.int64, device_mesh=mesh, placements=[Partial("avg")])),
+        "avg": error_text(
+            lambda: longmesh.ones(2, dtype=torch.int64, device_mesh=mesh, placements=[Partial("avg")])
+        ),
         "foreign": error_text(lambda: x.redistribute(placements=["Shard(0)"])),
         "order": error_text(lambda: x.redistribute(placements=[Shard(1)], shard_order=[(0, (0,))])),
         "sparse": error_text(lambda: longmesh.zeros(2, layout=torch.sparse_coo, device_mesh=mesh)),

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from support.layouts import random_layout
-from support.simulate import cut
 from torch.distributed.device_mesh import init_device_mesh
 
 from longmesh import DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, plan_redistribute
 from longmesh.comm import comm_of, record_comm
+from support.layouts import random_layout
+from support.simulate import cut
 
 MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (2, 1, 2)]}
 SIZES = (0, 1, 2, 3, 5, 7, 8)
@@ -53,7 +53,9 @@ def check_values(mesh_shape, count, seed):
         local = term(whole, src, where, number)
         x = DTensor.from_local(local, mesh, src.placements, shape=whole.shape, shard_order=src.shard_order)
         with record_comm() as log:
-            y = x.redistribute(placements=dst.placements, shard_order=dst.shard_order, async_op=number % 2 == 0)
+            y = x.redistribute(
+                placements=dst.placements, shard_order=dst.shard_order, async_op=number % 2 == 0
+            )
             y.to_local() + 0
         plan = plan_redistribute(src, dst, shape=whole.shape, itemsize=8)
         sent = torch.tensor(log.total_bytes)
@@ -97,7 +99,15 @@ def test_gradients(pool, ranks, mesh_shape):
 def move_every_dtype():
     mesh = init_device_mesh("cpu", (3,))
     seen = []
-    for dtype in (torch.bool, torch.int16, torch.uint16, torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64):
+    for dtype in (
+        torch.bool,
+        torch.int16,
+        torch.uint16,
+        torch.int64,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.complex64,
+    ):
         whole = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0]).to(dtype)
         x = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
         back = x.redistribute(placements=[Partial()]).redistribute(placements=[Replicate()])
@@ -117,8 +127,14 @@ def permuted_mesh():
     whole = torch.arange(35.0).view(7, 5)
     x = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
     moved = x.redistribute(placements=[Shard(1), Shard(1)], shard_order=[(1, (1, 0))])
-    terms = DTensor.from_local(torch.full((3,), float(dist.get_rank())), mesh, [Partial("max"), Partial("max")])
-    return torch.equal(x.full_tensor(), whole), torch.equal(moved.full_tensor(), whole), terms.full_tensor().tolist()
+    terms = DTensor.from_local(
+        torch.full((3,), float(dist.get_rank())), mesh, [Partial("max"), Partial("max")]
+    )
+    return (
+        torch.equal(x.full_tensor(), whole),
+        torch.equal(moved.full_tensor(), whole),
+        terms.full_tensor().tolist(),
+    )
 
 
 def test_ranks_of_a_mesh_in_any_order(pool):

@@ -8,13 +8,13 @@ the op on the whole. `check_program` does so for every aten call that a function
 from dataclasses import dataclass
 
 import torch
-from support.simulate import combine, make_locals
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longmesh.rules import AxisRule, LocalView, Meta, OpCall, find_rule
 from longmesh.spec import Layout, MeshShape
 from longmesh.tensor.op_plan import functional_form, rule_name, run_on_meta
 from longmesh.tensor.tree import map_tensors
+from support.simulate import combine, make_locals
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,10 @@ def check_line(call, rule, entry, tensors, expected, ranks):
         size = call.tensors[which].shape[dim] if which >= 0 else call.outputs[-1 - which].shape[dim]
         if size % ranks:
             return None
-    if any(y.partial_axes and not (t.is_floating_point() or t.is_complex()) for y, t in zip(ins, tensors, strict=True)):
+    if any(
+        y.partial_axes and not (t.is_floating_point() or t.is_complex())
+        for y, t in zip(ins, tensors, strict=True)
+    ):
         return None
     generator = torch.Generator().manual_seed(0)
     parts = [make_locals(t, y, generator) for t, y in zip(tensors, ins, strict=True)]
@@ -149,5 +152,3 @@ def fill(value, locals_):
     if isinstance(value, dict):
         return {k: fill(v, locals_) for k, v in value.items()}
     return value
-
-

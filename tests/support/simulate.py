@@ -67,7 +67,9 @@ def combine(locals_, layout, shape):
     whole = torch.full(shape, float("nan"), dtype=sample.dtype)
     for c in coordinates:
         where = cut(whole, layout, c)
-        assert where.shape == values[c].shape, f"rank {c} holds {tuple(values[c].shape)}, not {tuple(where.shape)}"
+        assert where.shape == values[c].shape, (
+            f"rank {c} holds {tuple(values[c].shape)}, not {tuple(where.shape)}"
+        )
         seen = ~torch.isnan(where)
         assert torch.allclose(where[seen], values[c][seen]), f"replicas differ at {c}"
         where.copy_(values[c])
@@ -109,9 +111,5 @@ def _run_step(step, shape, locals_, itemsize):
 def _group(step, coordinate):
     members = [coordinate]
     for axis in step.axes:
-        members = [
-            (*c[:axis], i, *c[axis + 1 :]) for c in members for i in range(step.src.mesh.sizes[axis])
-        ]
+        members = [(*c[:axis], i, *c[axis + 1 :]) for c in members for i in range(step.src.mesh.sizes[axis])]
     return tuple(sorted(members))
-
-

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -37,7 +38,10 @@ def all_to_all(
     if buffer.dtype not in _GLOO_DTYPES:
         width = buffer.element_size()
         out = _ops.all_to_all_single(
-            buffer.view(torch.uint8), [n * width for n in recv_counts], [n * width for n in send_counts], group.name
+            buffer.view(torch.uint8),
+            [n * width for n in recv_counts],
+            [n * width for n in send_counts],
+            group.name,
         )
         return _ops.wait_tensor(out).view(buffer.dtype)
     out = _ops.all_to_all_single(buffer, list(recv_counts), list(send_counts), group.name)
@@ -109,7 +113,7 @@ def _all_reduce_by_pieces(tensor: torch.Tensor, reduce_op: str, group: AxisGroup
 def range_split(total: int, parts: int) -> list[range]:
     """`total` cut in `parts` ranges whose lengths differ by one at the most."""
     bounds = [total * i // parts for i in range(parts + 1)]
-    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(bounds)]
 
 
 def note(kind: str, tensor: torch.Tensor, sent_elements: int, group: AxisGroup) -> None:

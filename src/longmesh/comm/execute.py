@@ -43,7 +43,11 @@ def run_step(
         transfer = cached_transfer(step, shape, comm.coordinate, (comm.coordinate,))
         kept = transfer.sends[0]
         # A shard without elements may have to change its shape all the same.
-        return local[kept.slices].clone() if kept.numel or not local.ndim else local.new_empty(transfer.out_shape)
+        return (
+            local[kept.slices].clone()
+            if kept.numel or not local.ndim
+            else local.new_empty(transfer.out_shape)
+        )
     group = comm.group(step.axes)
     if step.kind == "all_reduce":
         return _all_reduce(step, local, group, async_op)

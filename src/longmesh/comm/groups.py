@@ -84,6 +84,7 @@ class MeshComm:
             process_group = dist.group.WORLD
         else:
             process_group = dist.new_group(sorted(members), use_local_synchronization=True)
+        assert isinstance(process_group, dist.ProcessGroup), "this rank is a member of its own groups"
         ordered = sorted(members, key=lambda rank: dist.get_group_rank(process_group, rank))
         return AxisGroup(
             process_group=process_group,

@@ -36,7 +36,9 @@ def scatter_tensor(tensor: torch.Tensor, layout: Layout, comm: MeshComm, *, sour
         waiting.remove(axis)
         if comm.shape.sizes[axis] > 1 and all(comm.coordinate[a] == source for a in waiting):
             local = _broadcast_axis(local, cut, shape, axis, comm, source)
-    return local.clone(memory_format=torch.contiguous_format) if local.data_ptr() == tensor.data_ptr() else local
+    return (
+        local.clone(memory_format=torch.contiguous_format) if local.data_ptr() == tensor.data_ptr() else local
+    )
 
 
 def cutting_order(layout: Layout) -> list[int]:

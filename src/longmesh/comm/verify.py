@@ -19,7 +19,9 @@ from longmesh.spec import Layout, Replicate
 _MAX_DIMS = 16
 
 
-def gather_rows(values: Sequence[int], comm: MeshComm, device: torch.device) -> tuple[AxisGroup, list[list[int]]]:
+def gather_rows(
+    values: Sequence[int], comm: MeshComm, device: torch.device
+) -> tuple[AxisGroup, list[list[int]]]:
     """Every rank's short list of numbers, in the order of the whole mesh's group."""
     group = comm.group(tuple(range(comm.shape.ndim)))
     row = torch.tensor([len(values), *values, *[0] * (_MAX_DIMS - len(values))], device=device)

@@ -28,7 +28,7 @@ def _interval(size: int, cuts: tuple[int, ...], sizes: tuple[int, ...]) -> tuple
     length: Any = start + size
     for axis in cuts:
         parts = sizes[axis]
-        index = np.arange(parts).reshape([parts if a == axis else 1 for a in range(len(sizes))])
+        index: Any = np.arange(parts).reshape([parts if a == axis else 1 for a in range(len(sizes))])  # pyright: ignore[reportUnknownMemberType]
         chunk = -(-length // parts)
         begin = np.minimum(index * chunk, length)
         start = start + begin

@@ -23,14 +23,17 @@ def format_bytes(num_bytes: float) -> str:
 
 def explain_plan(plan: RedistributePlan) -> str:
     """The whole plan, one step a line with its reason below."""
-    head = f"{plan.src} -> {plan.dst} on {plan.src.mesh}, shape {plan.shape}, {plan.itemsize} bytes an element"
+    head = (
+        f"{plan.src} -> {plan.dst} on {plan.src.mesh}, shape {plan.shape}, {plan.itemsize} bytes an element"
+    )
     if not plan.steps:
         return f"{head}\n  nothing to do"
     lines = [head]
     for number, step in enumerate(plan.steps, 1):
         lines += [f"  {number}. {explain_step(step)}", f"     {_why(step)}"]
     lines.append(
-        f"  {_count(plan.num_collectives, 'collective')}; each rank sends {_mean(plan.total_bytes, plan.src)} on average, "
+        f"  {_count(plan.num_collectives, 'collective')}; "
+        f"each rank sends {_mean(plan.total_bytes, plan.src)} on average, "
         f"the busiest receives {format_bytes(plan.rank_bytes)}; predicted {plan.cost_us:.0f} us"
     )
     return "\n".join(lines)
@@ -54,11 +57,18 @@ def _why(step: Step) -> str:
         case "all_gather":
             return f"all {ranks} ranks of the group need the whole of {_dims(step)}" + _fused(step)
         case "all_to_all":
-            return "each rank receives exactly what it lacks, nothing is gathered and thrown away" + _fused(step)
+            return "each rank receives exactly what it lacks, nothing is gathered and thrown away" + _fused(
+                step
+            )
         case "reduce_scatter":
-            return f"the pending {_op(step)} is carried out where its pieces are wanted: half an all_reduce" + _fused(step)
+            return (
+                f"the pending {_op(step)} is carried out where its pieces are wanted: half an all_reduce"
+                + _fused(step)
+            )
         case "all_reduce":
-            return f"the pending {_op(step)} is wanted in whole on all {ranks} ranks of the group" + _fused(step)
+            return f"the pending {_op(step)} is wanted in whole on all {ranks} ranks of the group" + _fused(
+                step
+            )
 
 
 def _fused(step: Step) -> str:

@@ -175,7 +175,9 @@ def _targets(reduced: Layout, dst: Layout) -> Iterator[Layout]:
         if isinstance(q, Partial) and not is_same_pending(p, q)
     ]
     still_pending = {
-        a: reduced.placements[a] for a in dst.partial_axes if a not in created and dst.placements[a] != reduced.placements[a]
+        a: reduced.placements[a]
+        for a in dst.partial_axes
+        if a not in created and dst.placements[a] != reduced.placements[a]
     }
     options: list[list[Placement]] = [
         [p, Replicate()] if isinstance(p := reduced.placements[a], Shard) else [Replicate()] for a in created
@@ -189,7 +191,7 @@ def _unfused(path: Path, costs: CostModel) -> Iterator[Path]:
     path = _without_repeats(path)
     yield path
     if not costs.is_uniform:
-        yield from _split((path[0],), path[1:], costs)
+        yield from _split(path[:1], path[1:], costs)
 
 
 def _split(done: Path, rest: Path, costs: CostModel) -> Iterator[Path]:
@@ -219,4 +221,5 @@ def _one_axis_at_a_time(here: Layout, there: Layout, costs: CostModel) -> Iterat
 
 
 def _without_repeats(path: Path) -> Path:
-    return (path[0], *(there for here, there in pairwise(path) if there is not here))
+    first, *_ = path
+    return (first, *(there for here, there in pairwise(path) if there is not here))

@@ -132,6 +132,8 @@ def _is_gather(src: Layout, dst: Layout, axes: tuple[int, ...]) -> bool:
         elif before != after:
             return False
     return all(
-        tuple(a for a in src.cuts(dim) if a not in axes) == src.cuts(dim)[: len(dst.cuts(dim))] == dst.cuts(dim)
+        tuple(a for a in src.cuts(dim) if a not in axes)
+        == src.cuts(dim)[: len(dst.cuts(dim))]
+        == dst.cuts(dim)
         for dim in src.shard_dims
     )

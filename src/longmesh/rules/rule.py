@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._ops import OpOverload  # pyright: ignore[reportPrivateUsage]
 
 from longmesh.spec import Partial, Placement, Replicate, Shard
 
@@ -52,14 +53,14 @@ class OpCall:
     its default where it was not given.
     """
 
-    func: torch._ops.OpOverload
+    func: OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     tensors: tuple[Meta, ...]
     outputs: tuple[OutMeta, ...] = field(default=())
 
     def __getitem__(self, name: str) -> Any:
-        for position, argument in enumerate(self.func._schema.arguments):
+        for position, argument in enumerate(self.func._schema.arguments):  # pyright: ignore[reportPrivateUsage]
             if argument.name == name:
                 if position < len(self.args):
                     return self.args[position]
@@ -79,8 +80,8 @@ class OpCall:
     def dims(self, name: str = "dim", tensor: int = 0) -> tuple[int, ...]:
         """A list-of-dims argument, from 0 on and sorted; None or empty means all dims."""
         ndim = self.tensors[tensor].ndim
-        given = self[name]
-        if given is None or (isinstance(given, Sequence) and len(given) == 0):
+        given: Any = self[name]
+        if given is None or given in ([], ()):
             return tuple(range(ndim))
         if isinstance(given, int):
             given = (given,)

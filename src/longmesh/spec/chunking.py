@@ -6,8 +6,8 @@ ranks are 2, 2, 1, 0. Nested cuts apply it again to each piece. Works with SymIn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -16,17 +16,21 @@ IntLike: TypeAlias = "int | torch.SymInt"
 
 def chunk_interval(size: IntLike, parts: int, index: int) -> tuple[IntLike, IntLike]:
     """Start and length of piece `index` when `size` is cut in `parts`."""
-    chunk = (size + parts - 1) // parts
-    start = chunk * index
     if isinstance(size, int):
+        chunk = -(-size // parts)
+        start = chunk * index
         return (start, min(chunk, size - start)) if start < size else (size, 0)
-    start = torch.sym_min(start, size)
-    return start, torch.sym_min(chunk, size - start)
+    return _symbolic_interval(size, parts, index)
 
 
-def nested_interval(
-    size: IntLike, cuts: Sequence[tuple[int, int]]
-) -> tuple[IntLike, IntLike]:
+def _symbolic_interval(size: Any, parts: int, index: int) -> tuple[IntLike, IntLike]:
+    chunk = (size + parts - 1) // parts
+    smaller = cast("Callable[[Any, Any], Any]", torch.sym_min)  # pyright: ignore[reportUnknownMemberType]
+    start = smaller(chunk * index, size)
+    return start, smaller(chunk, size - start)
+
+
+def nested_interval(size: IntLike, cuts: Sequence[tuple[int, int]]) -> tuple[IntLike, IntLike]:
     """Start and length after several cuts `(parts, index)`, the outermost first."""
     offset: IntLike = 0
     for parts, index in cuts:

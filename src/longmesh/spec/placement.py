@@ -1,10 +1,10 @@
 """Placements: what one mesh axis does to a tensor.
 
-    Shard(dim)    the ranks of the axis hold consecutive pieces of dim (the last ones may be short or empty)
-    Replicate()   every rank of the axis holds the same
-    Partial(op)   the value is the reduction over the axis of what the ranks hold
-    MaskPartial() the pending result of a lookup: real rows where the index is ours, reduced by sum;
-                  the mask itself belongs to the tensor, not to its placement
+Shard(dim)    the ranks of the axis hold consecutive pieces of dim (the last ones may be short or empty)
+Replicate()   every rank of the axis holds the same
+Partial(op)   the value is the reduction over the axis of what the ranks hold
+MaskPartial() the pending result of a lookup: real rows where the index is ours, reduced by sum;
+              the mask itself belongs to the tensor, not to its placement
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class DTensorSpec:
                     f"dim {dim} is cut by axes {list(axes)} and a dim map holds one axis a dim; "
                     "read shard_order instead"
                 )
-            result[dim] = axes[0]
+            result[dim] = next(iter(axes))
         return result
 
     @property

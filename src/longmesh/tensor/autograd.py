@@ -122,7 +122,8 @@ class _FromLocal(torch.autograd.Function):
         return DTensor(local.detach(), mesh, layout, shape, stride, requires_grad=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        (grad,) = grads
         local = move(grad, gradient_layout(ctx.layout, ctx.grad_placements))._local_tensor
         factor = _average_size(ctx.layout)
         return (local / factor if factor > 1 else local), None, None, None, None, None
@@ -137,7 +138,8 @@ class _ToLocal(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        (grad,) = grads
         factor = _average_size(ctx.layout)
         layout = gradient_layout(ctx.layout, ctx.grad_placements)
         grad = grad * factor if factor > 1 else grad
@@ -159,9 +161,9 @@ class _Redistribute(torch.autograd.Function):
         return move(tensor, layout, async_op=async_op, dtype=forward_dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        (grad,) = grads
         moved = move(grad, gradient_layout(ctx.layout), async_op=ctx.async_op, dtype=ctx.backward_dtype)
         if moved.dtype != ctx.dtype:
             moved = move(moved, moved._layout, dtype=ctx.dtype)
         return moved, None, None, None, None
-

@@ -54,7 +54,7 @@ def distribute_tensor(
     local = _make_local(tensor, mesh, layout, src_data_rank)
     requires_grad = tensor.requires_grad
     result = DTensor(local, mesh, layout, tensor.shape, contiguous_stride(tensor.shape), requires_grad)
-    return nn.Parameter(result, requires_grad) if isinstance(tensor, nn.Parameter) else result  # pyright: ignore
+    return nn.Parameter(result, requires_grad) if isinstance(tensor, nn.Parameter) else result  # pyright: ignore[reportReturnType]
 
 
 def _make_local(tensor: torch.Tensor, mesh: DeviceMesh, layout: Layout, source: int | None) -> torch.Tensor:
@@ -118,5 +118,3 @@ def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
     for name, buffer in list(module._buffers.items()):
         if buffer is not None and not isinstance(buffer, DTensor):
             module._buffers[name] = distribute_tensor(buffer, mesh, everywhere)
-
-

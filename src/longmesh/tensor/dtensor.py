@@ -48,7 +48,7 @@ class DTensor(torch.Tensor):
     _layout: Layout
 
     # Ops run in __torch_dispatch__ below autograd; no Python runs above it.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def __new__(
@@ -83,7 +83,11 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return dispatch(func, args, kwargs or {})
 
@@ -124,7 +128,9 @@ class DTensor(torch.Tensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part (shared, not copied). Sends nothing. Differentiable: the local gradient is taken
         to be laid out as this tensor is (replicated where it is Partial), or by `grad_placements`."""
-        grads = None if grad_placements is None else normalize_placements(grad_placements, self.ndim, "to_local")
+        grads = (
+            None if grad_placements is None else normalize_placements(grad_placements, self.ndim, "to_local")
+        )
         return autograd.to_local(self, grads)
 
     def redistribute(
@@ -194,18 +200,32 @@ class DTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise RuntimeError("deepcopy of a DTensor that is not a leaf: detach() it first, as for any tensor")
+            raise RuntimeError(
+                "deepcopy of a DTensor that is not a leaf: detach() it first, as for any tensor"
+            )
         result = _rebuild(
-            self._local_tensor.detach().clone(), self._mesh, self._layout, self.shape, self.stride(), self.requires_grad
+            self._local_tensor.detach().clone(),
+            self._mesh,
+            self._layout,
+            self.shape,
+            self.stride(),
+            self.requires_grad,
         )
-        result.__dict__.update(self.__dict__)
+        vars(result).update(vars(self))
         if self.grad is not None:
             result.grad = self.grad.__deepcopy__(memo)
         memo[id(self)] = result
         return result
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        state = (self._local_tensor.detach(), self._mesh, self._layout, self.shape, self.stride(), self.requires_grad)
+        state = (
+            self._local_tensor.detach(),
+            self._mesh,
+            self._layout,
+            self.shape,
+            self.stride(),
+            self.requires_grad,
+        )
         return _rebuild, (*state, isinstance(self, torch.nn.Parameter))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[DeviceMesh, Layout]]:
@@ -234,7 +254,18 @@ def _rebuild(
 
 # What torch.load(weights_only=True) may rebuild.
 torch.serialization.add_safe_globals(
-    [_rebuild, DTensor, DeviceMesh, Layout, MeshShape, Shard, Replicate, Partial, MaskPartial, ShardOrderEntry]
+    [
+        _rebuild,
+        DTensor,
+        DeviceMesh,
+        Layout,
+        MeshShape,
+        Shard,
+        Replicate,
+        Partial,
+        MaskPartial,
+        ShardOrderEntry,
+    ]
 )
 
 # The class and what works on it need each other: they come when the class is there.

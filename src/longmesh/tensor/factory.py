@@ -70,7 +70,9 @@ def full(
     """A DTensor filled with `fill_value`."""
     if dtype is None:
         dtype = torch.full((), fill_value).dtype
-    return _make("full", (size,), fill_value, dtype, layout, requires_grad, device_mesh, placements, shard_order)
+    return _make(
+        "full", (size,), fill_value, dtype, layout, requires_grad, device_mesh, placements, shard_order
+    )
 
 
 def make_sharded(
@@ -118,8 +120,9 @@ def _make(
             return torch.empty(local_shape, dtype=kind, device=device)
         term = value
         for axis, placement in enumerate(layout.placements):
-            is_summed = isinstance(placement, Partial) and placement.reduce_op in ("sum", "product")
-            if is_summed and coordinate[axis] > 0:
+            if not isinstance(placement, Partial) or coordinate[axis] == 0:
+                continue
+            if placement.reduce_op in ("sum", "product"):
                 term = identity_of(placement.reduce_op, kind)
         return torch.full(local_shape, term, dtype=kind, device=device)
 

@@ -47,7 +47,11 @@ def choose(
     ready = _ready_lines(lines, layouts)
     if ready is not None:
         choice = _combine(call, ready, mesh, orders[0])
-        if choice is not None and choice.inputs == layouts and (pinned is None or choice.outputs[0] is layouts[pinned]):
+        if (
+            choice is not None
+            and choice.inputs == layouts
+            and (pinned is None or choice.outputs[0] is layouts[pinned])
+        ):
             return choice
     best: Choice | None = None
     best_cost = (math.inf, 0)
@@ -57,7 +61,11 @@ def choose(
             choice = _combine(call, combination, mesh, order)
             if choice is None or (pinned is not None and not _stays(choice, layouts, pinned)):
                 continue
-            moves = [i for i, (have, want) in enumerate(zip(layouts, choice.inputs, strict=True)) if have is not want]
+            moves = [
+                i
+                for i, (have, want) in enumerate(zip(layouts, choice.inputs, strict=True))
+                if have is not want
+            ]
             cost = (sum(_move_cost(call, i, layouts[i], choice.inputs[i], costs) for i in moves), len(moves))
             if cost < best_cost:
                 best, best_cost = choice, cost
@@ -88,7 +96,15 @@ def _axis_orders(layouts: tuple[Layout, ...]) -> list[tuple[int, ...]]:
     orders: list[tuple[int, ...]] = []
     for layout in layouts:
         if not layout.is_default_order:
-            before = {a: {b for e in layout.shard_order if a in e.mesh_dims for b in e.mesh_dims[: e.mesh_dims.index(a)]} for a in default}
+            before = {
+                a: {
+                    b
+                    for e in layout.shard_order
+                    if a in e.mesh_dims
+                    for b in e.mesh_dims[: e.mesh_dims.index(a)]
+                }
+                for a in default
+            }
             order: list[int] = []
             while len(order) < len(default):
                 order.append(next(a for a in default if a not in order and before[a] <= set(order)))

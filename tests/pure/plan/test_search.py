@@ -4,14 +4,13 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.layouts import all_layouts, layouts, meshes, shapes
-from support.simulate import combine, make_locals, run_simulated
+from hypothesis import given, settings, strategies as st
 
 from longmesh.errors import LongmeshError
 from longmesh.plan import AxisCost, CostModel, plan_redistribute
 from longmesh.spec import Layout, MaskPartial, MeshShape, Partial, Replicate, Shard
+from support.layouts import all_layouts, layouts, meshes, shapes
+from support.simulate import combine, make_locals, run_simulated
 
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
 
@@ -34,7 +33,9 @@ def test_any_layout_to_any_layout_on_simulated_ranks(data):
     costs = CostModel()
     if data.draw(st.booleans()):
         costs = CostModel(tuple(AxisCost(10.0, 4000.0 / 2**a) for a in range(mesh.ndim)))
-    check_plan(plan_redistribute(src, dst, shape=shape, itemsize=8, costs=costs), data.draw(st.integers(0, 99)))
+    check_plan(
+        plan_redistribute(src, dst, shape=shape, itemsize=8, costs=costs), data.draw(st.integers(0, 99))
+    )
 
 
 def test_every_pair_on_an_uneven_2d_mesh():
@@ -115,8 +116,18 @@ def test_explain():
     ("src", "dst", "options", "text"),
     [
         (Layout(MeshShape((2,)), [R]), Layout(MeshShape((3,)), [R]), {}, "both layouts must lie on one mesh"),
-        (Layout(MeshShape((2,)), [R]), Layout(MeshShape((2,)), [Shard(2)]), {}, "Shard(2) on axis 0 is out of range"),
-        (Layout(MeshShape((2,)), [R]), Layout(MeshShape((2,)), [MaskPartial()]), {}, "only a lookup makes it"),
+        (
+            Layout(MeshShape((2,)), [R]),
+            Layout(MeshShape((2,)), [Shard(2)]),
+            {},
+            "Shard(2) on axis 0 is out of range",
+        ),
+        (
+            Layout(MeshShape((2,)), [R]),
+            Layout(MeshShape((2,)), [MaskPartial()]),
+            {},
+            "only a lookup makes it",
+        ),
         (
             Layout(MeshShape((2,)), [R]),
             Layout(MeshShape((2,)), [S0]),
