@@ -141,7 +141,8 @@ def _run_local(call, rule, locals_, ins, outs, where):
         output_offsets=tuple(y.local_offset(m.shape, where) for y, m in zip(outs, call.outputs, strict=True)),
     )
     args, kwargs = rule.local_args(call, view) if rule.local_args else (call.args, dict(call.kwargs))
-    return call.func(*fill(args, locals_), **fill(kwargs, locals_))
+    local_call = (rule.local_op(call, view) if rule.local_op else None) or call.func
+    return local_call(*fill(args, locals_), **fill(kwargs, locals_))
 
 
 def fill(value, locals_):

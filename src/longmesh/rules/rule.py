@@ -112,6 +112,7 @@ class AxisRule:
 
 RuleFunction = Callable[[OpCall], list[AxisRule]]
 LocalArgs = Callable[["OpCall", "LocalView"], tuple[tuple[Any, ...], dict[str, Any]]]
+LocalOp = Callable[["OpCall", "LocalView"], "Callable[..., Any] | None"]
 OutFunction = Callable[[OpCall], tuple[OutMeta, ...]]
 
 
@@ -132,11 +133,14 @@ class Rule:
     `axis_rules(call)` lists the valid lines. `out_meta(call)` gives the outputs' global metas; where it is
     None the op is run once on meta tensors. `local_args(call, view)` rewrites the static arguments for one
     rank (tensors stay `Meta`s in their places); where it is None they are passed on as they are.
+    `local_op(call, view)` gives what a rank calls instead of the op (a mean that counts the whole, a maximum
+    of nothing), or None for the op itself; it takes the op's arguments and never communicates.
     """
 
     axis_rules: RuleFunction
     out_meta: OutFunction | None = None
     local_args: LocalArgs | None = None
+    local_op: LocalOp | None = None
 
 
 def line(inputs: Sequence[Placement], outputs: Sequence[Placement] | Placement, **extra: Any) -> AxisRule:

@@ -73,15 +73,21 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], c
     if choice is None or (functional is not None and outputs[0].shape != metas[0].shape):
         return OpPlan(functional=functional)
     results = tuple(Output(y, m.shape, m.stride) for y, m in zip(choice.outputs, outputs, strict=True))
-    rewritten = None
-    if rule.local_args is not None:
-        rewritten = _rewriter(rule.local_args(call, _local_view(call, choice.inputs, choice.outputs, comm)))
+    rewritten, local_call = None, func
+    if rule.local_args is not None or rule.local_op is not None:
+        view = _local_view(call, choice.inputs, choice.outputs, comm)
+        if rule.local_args is not None:
+            rewritten = _rewriter(rule.local_args(call, view))
+        if rule.local_op is not None:
+            local_call = rule.local_op(call, view) or func
+            if local_call is not func and functional is not None:
+                return OpPlan(functional=functional)
     flat = not kwargs and not any(isinstance(a, (list, tuple)) and _has_meta(a) for a in meta_args)
     return OpPlan(
         inputs=choice.inputs,
         outputs=results,
         single=results[0] if len(results) == 1 and returns_one_tensor(func) else None,
-        local_call=func,
+        local_call=local_call,
         rewritten=rewritten,
         is_plain=flat and rewritten is None and choice.inputs == tuple(layouts),
         written=0 if functional is not None else None,
