@@ -195,7 +195,7 @@ def _unfused(path: Path, costs: CostModel) -> Iterator[Path]:
 
 
 def _split(done: Path, rest: Path, costs: CostModel) -> Iterator[Path]:
-    if not rest:
+    if len(rest) == 0:
         yield _without_repeats(done)
         return
     yield from _split((*done, rest[0]), rest[1:], costs)

@@ -23,7 +23,7 @@ from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.op_plan import Output, OpPlan, make_plan
+from longmesh.tensor.op_plan import OpPlan, Output, make_plan
 from longmesh.tensor.tree import all_tensors, map_tensors
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -81,7 +81,9 @@ class Dispatcher:
             return wrap(result, plan.single, mesh)
         return wrap_all(result, plan.outputs, mesh)
 
-    def _without_rule(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _without_rule(
+        self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if plan.functional is not None:
             return write_back(func, plan.functional, args, kwargs)
         if plan.decomposition is not None:
@@ -112,7 +114,9 @@ class Dispatcher:
 _PLAIN = object()
 
 
-def _describe(values: tuple[Any, ...] | list[Any], parts: list[Any], mesh: DeviceMesh | None) -> DeviceMesh | None:
+def _describe(
+    values: tuple[Any, ...] | list[Any], parts: list[Any], mesh: DeviceMesh | None
+) -> DeviceMesh | None:
     """Append to `parts` what a plan depends on: layouts and global metas of tensors, values of the rest."""
     for value in values:
         kind = type(value)
@@ -172,7 +176,9 @@ def wrap_all(result: Any, outputs: tuple[Output, ...], mesh: DeviceMesh) -> Any:
     return map_tensors(lambda tensor: wrap(tensor, next(following), mesh), result)
 
 
-def write_back(func: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write_back(
+    func: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """An in-place or out= op whose target can't stay where it lies: compute, bring home, copy."""
     if "out" in kwargs:
         targets, kwargs = [kwargs["out"]], {k: v for k, v in kwargs.items() if k != "out"}

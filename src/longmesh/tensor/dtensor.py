@@ -89,7 +89,7 @@ class DTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return dispatch(func, args, kwargs or {})
+        return dispatching.dispatch(func, args, kwargs or {})
 
     # -- made from and turned into plain tensors -----------------------------------------------
 
@@ -270,4 +270,4 @@ torch.serialization.add_safe_globals(
 
 # The class and what works on it need each other: they come when the class is there.
 import longmesh.tensor.autograd as autograd  # noqa: E402
-from longmesh.tensor.dispatch import dispatch  # noqa: E402
+import longmesh.tensor.dispatch as dispatching  # noqa: E402

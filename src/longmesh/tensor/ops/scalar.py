@@ -37,4 +37,3 @@ HANDLERS: dict[OpOverload, Handler] = {
     aten.is_same_size.default: is_same_size,
     aten.equal.default: equal,
 }
-

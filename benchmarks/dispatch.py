@@ -1,0 +1,145 @@
+"""Host cost of ops on DTensors: longmesh against torch's own DTensor, side by side in one process.
+
+    python benchmarks/dispatch.py [--ranks 1 2] [--repeat 7]
+
+Every figure is a ratio ours / torch's of the time per call (lower is better); the two are timed in turn
+and the smallest of several rounds counts, so a busy machine disturbs both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.tensor as reference
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import longmesh
+from longmesh.testing import RankPool
+
+Op = Callable[[], Any]
+
+
+def time_pair(ours: Op, theirs: Op, calls: int, rounds: int) -> tuple[float, float]:
+    """Microseconds a call of each, the best of `rounds` alternating rounds."""
+    best = [math.inf, math.inf]
+    for fn in (ours, theirs):
+        for _ in range(min(calls, 5)):
+            fn()
+    for _ in range(rounds):
+        for which, fn in enumerate((ours, theirs)):
+            start = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            best[which] = min(best[which], (time.perf_counter() - start) / calls)
+    return best[0] * 1e6, best[1] * 1e6
+
+
+def warm_ops(lib: Any, mesh: Any) -> dict[str, Op]:
+    """The everyday ops on small tensors; `lib` is longmesh or torch.distributed.tensor."""
+    x = lib.distribute_tensor(torch.randn(8, 16), mesh, [lib.Shard(0)])
+    y = lib.distribute_tensor(torch.randn(8, 16), mesh, [lib.Shard(0)])
+    w = lib.distribute_tensor(torch.randn(16, 16), mesh, [lib.Replicate()])
+    b = lib.distribute_tensor(torch.randn(16), mesh, [lib.Replicate()])
+    local = torch.randn(8, 16)
+    return {
+        "add": lambda: x + y,
+        "mul scalar": lambda: x * 2.0,
+        "mm": lambda: x @ w,
+        "view": lambda: x.view(8, 4, 4),
+        "transpose": lambda: x.transpose(0, 1),
+        "softmax": lambda: torch.softmax(x, -1),
+        "layer_norm": lambda: nn.functional.layer_norm(x, (16,)),
+        "sum": lambda: x.sum(1),
+        "slice": lambda: x[:, 2:8],
+        "cat": lambda: torch.cat([x, y], 1),
+        "linear": lambda: nn.functional.linear(x, w, b),
+        "gelu": lambda: nn.functional.gelu(x),
+        "detach": lambda: x.detach(),
+        "from_local": lambda: lib.DTensor.from_local(local, mesh, [lib.Shard(0)]),
+    }
+
+
+def cold_ops(lib: Any, mesh: Any, start: int) -> Op:
+    """A new shape on each call: what planning an op costs."""
+    sizes = iter(range(start, 1 << 30, 8))
+    shards = [lib.Shard(0)] + [lib.Replicate()] * (mesh.ndim - 1)
+
+    def call() -> None:
+        n = next(sizes)
+        x = lib.DTensor.from_local(torch.empty(n, 16), mesh, shards)
+        torch.softmax(x * 2.0 + x, -1).sum(1)
+
+    return call
+
+
+def mlp_step(lib: Any, mesh: Any) -> Op:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    styles = {"0.weight": [lib.Shard(0)], "0.bias": [lib.Shard(0)], "2.weight": [lib.Shard(1)], "2.bias": [lib.Replicate()]}
+    for name, parameter in list(net.named_parameters()):
+        module, leaf = net.get_submodule(name.split(".")[0]), name.split(".")[1]
+        module.register_parameter(leaf, nn.Parameter(lib.distribute_tensor(parameter.detach(), mesh, styles[name])))
+    x = lib.distribute_tensor(torch.randn(4, 16), mesh, [lib.Replicate()])
+
+    def step() -> None:
+        net(x).sum().backward()
+
+    return step
+
+
+def adamw_step(lib: Any, mesh: Any, foreach: bool) -> Op:
+    params = [nn.Parameter(lib.distribute_tensor(torch.randn(8, 8), mesh, [lib.Shard(0)])) for _ in range(20)]
+    for p in params:
+        p.grad = lib.distribute_tensor(torch.randn(8, 8), mesh, [lib.Shard(0)])
+    return torch.optim.AdamW(params, foreach=foreach).step
+
+
+def measure(rounds: int) -> dict[str, tuple[float, float]]:
+    """Every row of the table, on this rank's world."""
+    torch.set_num_threads(1)
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    rows: dict[str, tuple[float, float]] = {}
+    with torch.no_grad():
+        mine, theirs = warm_ops(longmesh, mesh), warm_ops(reference, mesh)
+        for name in mine:
+            rows[name] = time_pair(mine[name], theirs[name], 200, rounds)
+        rows["cold, 1-D mesh"] = time_pair(cold_ops(longmesh, mesh, 8), cold_ops(reference, mesh, 8), 4, 3)
+        cube = init_device_mesh("cpu", (1, 1, world))
+        rows["cold, 3-D mesh"] = time_pair(cold_ops(longmesh, cube, 8), cold_ops(reference, cube, 8), 2, 2)
+    rows["MLP forward + backward"] = time_pair(mlp_step(longmesh, mesh), mlp_step(reference, mesh), 50, rounds)
+    for foreach in (True, False):
+        name = f"AdamW, 20 parameters, foreach={foreach}"
+        rows[name] = time_pair(adamw_step(longmesh, mesh, foreach), adamw_step(reference, mesh, foreach), 10, rounds)
+    return rows
+
+
+def show(rows: dict[str, tuple[float, float]], ranks: int) -> None:
+    table = Table("op", "longmesh us", "torch us", "ratio", title=f"{ranks} rank(s)")
+    for name, (ours, theirs) in rows.items():
+        table.add_row(name, f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.3f}")
+    warm = [ours / theirs for ours, theirs in list(rows.values())[:14]]
+    table.add_row("warm ops, geometric mean", "", "", f"{math.exp(sum(map(math.log, warm)) / len(warm)):.3f}")
+    Console(width=100).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeat", type=int, default=7)
+    options = parser.parse_args()
+    with RankPool(max(options.ranks)) as pool:
+        for ranks in options.ranks:
+            show(pool.run(measure, options.repeat, ranks=ranks, timeout=600.0)[0], ranks)
+
+
+if __name__ == "__main__":
+    main()
