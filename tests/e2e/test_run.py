@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from support.processes import wait_until_gone
 
 TIMEOUT_S = 120
 
@@ -60,15 +61,6 @@ def write(directory: Path, text: str) -> Path:
     script = directory / "script.py"
     script.write_text(text)
     return script
-
-
-def wait_until_gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_ranks_talk_and_share_the_cores(tmp_path: Path) -> None:

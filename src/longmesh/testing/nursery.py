@@ -57,10 +57,12 @@ class Nursery:
             os.waitpid(self._pid, 0)
 
     def _ask(self, request: dict[str, int], fds: list[int]) -> dict[str, Any]:
-        socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
-        answer = self._socket.recv(_MAX_MESSAGE)
+        answer = b""
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
+            answer = self._socket.recv(_MAX_MESSAGE)
         if not answer:
-            raise RuntimeError("the process that forks ranks is gone: make a new RankPool")
+            raise RuntimeError("the process that forks this pool's ranks is gone: make a new RankPool")
         return json.loads(answer)
 
 

@@ -78,7 +78,7 @@ class RankPool:
         """End all ranks. Closing twice is fine."""
         with self._lock:
             for world in self._worlds.values():
-                world.end()
+                world.release()
             self._worlds.clear()
             if self._nursery is not None:
                 self._nursery.close()

@@ -70,11 +70,18 @@ class World:
             raise
 
     def end(self) -> None:
-        for r in self._ranks:
+        """End the ranks, busy or not, and wait until they are gone."""
+        ranks = self.release()
+        for r in ranks:
             self._end_rank(r)
+
+    def release(self) -> list[_Rank]:
+        """Close our side of the pipes: idle ranks leave, and busy ones end with the nursery."""
+        ranks, self._ranks = self._ranks, []
+        for r in ranks:
             r.pipe.close()
             r.stacks.close()
-        self._ranks = []
+        return ranks
 
     def _end_rank(self, r: _Rank) -> int:
         if r.rank not in self._ended:
@@ -129,15 +136,17 @@ class World:
 
 def _fork_ranks(nursery: Nursery, num_ranks: int) -> list[_Rank]:
     ranks: list[_Rank] = []
-    with socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8) as listener:
+    with contextlib.ExitStack() as on_failure, socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for rank in range(num_ranks):
             ours, theirs = Pipe()
-            stacks = tempfile.TemporaryFile()  # noqa: SIM115
-            seat = Seat(rank, num_ranks, port)
-            pid = nursery.fork(seat, theirs.fileno(), stacks.fileno(), listener.fileno())
-            theirs.close()
+            on_failure.enter_context(ours)
+            stacks = on_failure.enter_context(tempfile.TemporaryFile())
+            with theirs:
+                seat = Seat(rank, num_ranks, port)
+                pid = nursery.fork(seat, theirs.fileno(), stacks.fileno(), listener.fileno())
             ranks.append(_Rank(rank, pid, ours, stacks))
+        on_failure.pop_all()
     return ranks
 
 
