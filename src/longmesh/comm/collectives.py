@@ -60,6 +60,9 @@ def all_gather(buffer: torch.Tensor, *, group: AxisGroup, wait: bool = True) -> 
 
 def all_reduce(tensor: torch.Tensor, *, reduce_op: str, group: AxisGroup, wait: bool = True) -> torch.Tensor:
     """The members' tensors reduced (sum, product, min, max), on every member."""
+    if tensor.dtype in _ORDERED_AS and reduce_op in ("min", "max"):
+        keys = _ordered_keys(tensor, reduce_op)
+        return _from_ordered_keys(all_reduce(keys, reduce_op=reduce_op, group=group), tensor.dtype)
     if not can_reduce(tensor.dtype, reduce_op):
         return _all_reduce_by_pieces(tensor, reduce_op, group)
     note("all_reduce", tensor, 2 * math.ceil(tensor.numel() / group.size) * (group.size - 1), group)
@@ -74,10 +77,26 @@ def reduce_scatter(buffer: torch.Tensor, *, reduce_op: str, group: AxisGroup) ->
 
 
 def can_reduce(dtype: torch.dtype, reduce_op: str) -> bool:
-    """Whether every backend reduces this element type by itself."""
+    """Whether every backend reduces this element type by itself. Gloo's minimum and maximum lose NaNs."""
     if dtype.is_complex:
         return reduce_op == "sum"
+    if dtype.is_floating_point and reduce_op in ("min", "max"):
+        return False
     return dtype in _GLOO_DTYPES and dtype is not torch.bool
+
+
+_ORDERED_AS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _ordered_keys(tensor: torch.Tensor, reduce_op: str) -> torch.Tensor:
+    """Integers that compare as the floats do, a NaN beyond every number: it wins, as in torch's amax and amin."""
+    nan = torch.nan if reduce_op == "max" else -torch.nan
+    bits = tensor.contiguous().masked_fill(tensor.isnan(), nan).view(_ORDERED_AS[tensor.dtype])
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
+
+
+def _from_ordered_keys(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys).view(dtype)
 
 
 def reduce_rows(rows: torch.Tensor, reduce_op: str) -> torch.Tensor:
