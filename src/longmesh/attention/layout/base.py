@@ -99,11 +99,13 @@ class Ownership:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What a layout may look at: the slices of the mask, and the size it may cut by."""
+    """What a layout may look at: the slices of the mask, the size it may cut by, and what it costs to
+    compute a query elsewhere (the query there, its partial result back) in keys and values moved."""
 
     slices: np.ndarray
     seq_len: int
     chunk: int
+    query_cost: float = 1.0
 
 
 class Layout(abc.ABC):

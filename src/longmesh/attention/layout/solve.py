@@ -2,15 +2,19 @@
 
 The sequence falls into *stretches* that don't see each other (packed documents; one stretch if the mask
 connects everything). Ranks are filled one after another, each with exactly its number of tokens and
-close to its share of the area that is left:
+close to its share of the work that is left:
 
     |-------- document --------|        the largest stretch goes whole, with one or two others that
     |  stays for later  | tail |        complete it, if that fits; else the rank gets the tail of one,
-                  cut here ^            cut where the area is right and the fewest keys lie before it
+                  cut here ^            cut where the work is right and the fewest keys lie before it
 
-and the tokens that are still missing are filled with the stretches of least area per token. A tail is
-dear to compute and short, so it leaves room for them; the head that stays behind needs no keys of the
-tail (in a causal mask). What is left unequal is moved away from home by `rebalance`.
+and the tokens that are still missing are filled with the stretches of least work per token.
+
+Where does the work of a large stretch belong? If every pair is computed by its query's owner, a causal
+tail is dear, so its piece must be small, and a small piece makes little of each key it receives. So the
+work of a stretch is first taken as spread evenly over its tokens, which gives pieces of like size; then
+`rebalance` lets the owner of the keys compute where the owner of the queries has too much. The dearer
+a query is to move, against a key, the less evenly the work is spread to begin with.
 
 Integers, stable sorts, and bisections over exact areas: the same cut on every rank and every run.
 """
@@ -27,7 +31,9 @@ from longmesh.attention.mask.slices import keys_per_query
 Array = np.ndarray
 Span = tuple[int, int]
 
-TOLERANCE = 0.01  # of a rank's share of the area, that placing may miss it by
+TOLERANCE = 0.1  # of a rank's share, that placing may miss it by; rebalancing is finer
+LARGE = 0.3  # of a rank's share: smaller stretches stay as they are
+EVENNESS = 0.8  # how much of the work is spread evenly if a query costs as much as a key
 COMPANIONS = 24  # the largest stretches that are tried as companions of the largest
 COMPLETIONS = 8  # the fullest sets of whole stretches that are completed by a tail
 
@@ -37,20 +43,33 @@ class Solve(Layout):
     follows_mask = True
 
     def assign(self, work: Workload, ranks: int) -> Ownership:
-        density = keys_per_query(work.slices, work.seq_len)
-        prefix = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(density)])
         left = components(work.slices, work.seq_len)
+        prefix = _work_before(work, left, ranks)
         bounds = even_bounds(work.seq_len, ranks)
         owned: list[tuple[int, int, int]] = []
-        area_left = int(prefix[-1])
+        work_left = int(prefix[-1])
         for rank in range(ranks):
             room = bounds[rank + 1] - bounds[rank]
             if room == 0:
                 continue
-            taken, left = Filling(prefix, left, room, area_left // (ranks - rank)).fill()
-            area_left -= sum(int(prefix[stop] - prefix[start]) for start, stop in taken)
+            taken, left = Filling(prefix, left, room, work_left // (ranks - rank)).fill()
+            work_left -= sum(int(prefix[stop] - prefix[start]) for start, stop in taken)
             owned += [(start, stop, rank) for start, stop in taken]
-        return rebalance(work.slices, collect(work.seq_len, ranks, owned))
+        return rebalance(work.slices, collect(work.seq_len, ranks, owned), work.query_cost)
+
+
+def _work_before(work: Workload, stretches: Array, ranks: int) -> Array:
+    """For each position, the work of the tokens before it: the keys they see, in large stretches partly
+    spread evenly (in 1024ths, rounded down: what counts is that all ranks get the same integers)."""
+    density = keys_per_query(work.slices, work.seq_len)
+    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(density)])
+    area = before[stretches[:, 1]] - before[stretches[:, 0]]
+    size = stretches[:, 1] - stretches[:, 0]
+    large = area > LARGE * int(before[-1]) / ranks
+    even = np.repeat(area // np.maximum(size, 1), size)
+    part = np.repeat(np.where(large, int(1024 * EVENNESS / max(work.query_cost, 1.0)), 0), size)
+    spread = (even * part + density * (1024 - part)) // 1024
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(spread)])
 
 
 class Filling:

@@ -156,7 +156,8 @@ def _plan(request: Request) -> AttentionPlan:
     shares = share_heads(*heads, inner) if exchange.splits_heads else None
     rows: list[RowPlan] = []
     for row in range(request.mask.num_rows):
-        work = Workload(_slices(request.mask, seq_len, row, heads[0]), seq_len, request.chunk)
+        slices = _slices(request.mask, seq_len, row, heads[0])
+        work = Workload(slices, seq_len, request.chunk, query_cost(request))
         owned, grouped = own_tokens(request.layout, work, inner, outer)
         slices = work.slices if grouped.stride == 1 else stride_slices(work.slices, grouped.stride, seq_len)
         rows.append(RowPlan(owned, make_schedule(slices, grouped, exchange), inner, shares))
@@ -174,6 +175,12 @@ def _plan(request: Request) -> AttentionPlan:
         dtype_bytes=request.dtype_bytes,
         rows=tuple(rows),
     )
+
+
+def query_cost(request: Request) -> float:
+    """Bytes to compute a query away from home, over the bytes of a key and its value."""
+    query = request.num_heads * (request.head_dim * request.dtype_bytes + (request.head_dim + 1) * 4)
+    return query / (2 * request.num_kv_heads * request.head_dim * request.dtype_bytes)
 
 
 def own_tokens(layout: Layout, work: Workload, inner: int, outer: int) -> tuple[Ownership, Ownership]:
