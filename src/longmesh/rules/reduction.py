@@ -1,7 +1,186 @@
-"""Reductions over dims: sums, means, extrema, norms."""
+"""Reductions over dims: sums, means, extrema, norms, and those that must see a dim whole.
+
+    sum(x, dim=0):   S(0) -> P      each rank sums its rows
+                     S(1) -> S(0)   a dim that is kept (and moves up)
+                     P -> P         linear
+
+A rank whose part of the reduced dims is empty calls the op on identity elements, so it contributes
+nothing and raises what the others raise. A reduction of a tensor that is empty as a whole is left to torch.
+"""
 
 from __future__ import annotations
 
-from longmesh.rules.rule import Rule
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
-RULES: dict[str, Rule] = {}
+import torch
+
+from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, P, Rule, S, contiguous, line
+from longmesh.spec import Partial
+from longmesh.spec.identity import identity_of
+
+AVG, MIN, MAX, PRODUCT = Partial("avg"), Partial("min"), Partial("max"), Partial("product")
+
+
+def reduced_dims(call: OpCall) -> tuple[int, ...]:
+    """The dims that a reduction removes; all of them where it names none."""
+    given = call.get("dim")
+    if (
+        given is not None
+        and not isinstance(given, int)
+        and not given
+        and call.func._schema.name in _NOTHING_IS_NOTHING
+    ):
+        return ()
+    if given is None:
+        return tuple(range(call.tensors[0].ndim))
+    return tuple(d for d in call.dims() if d < call.tensors[0].ndim)
+
+
+_NOTHING_IS_NOTHING = ("aten::any", "aten::all")
+
+
+def reduced_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    """Dense outputs without the reduced dims, or with ones in their place."""
+    dims, keepdim = reduced_dims(call), call.get("keepdim", False)
+    shape = [1 if d in dims else n for d, n in enumerate(call.tensors[0].shape) if keepdim or d not in dims]
+    return (contiguous(shape),) * len(call.func._schema.returns)
+
+
+def reduce_lines(
+    call: OpCall, pending: Sequence[Partial] = (), through: Sequence[Partial] = ()
+) -> list[AxisRule]:
+    """Kept dims stay cut; a cut of a reduced dim gives `pending` (one per output), if any. `through`: pending
+    reductions that the op commutes with."""
+    dims, keepdim = reduced_dims(call), call.get("keepdim", False)
+    count = len(call.outputs)
+    lines: list[AxisRule] = []
+    for dim in range(call.tensors[0].ndim):
+        if dim not in dims:
+            moved = dim if keepdim else dim - sum(d < dim for d in dims)
+            lines.append(line([S(dim)], [S(moved)] * count))
+        elif pending:
+            lines.append(line([S(dim)], pending))
+    return lines + [line([p], [p] * count) for p in through if call.tensors[0].dtype is not torch.bool]
+
+
+def local_count(call: OpCall, view: LocalView) -> tuple[int, int]:
+    """Over how many elements this rank reduces, and over how many all of them do."""
+    dims = reduced_dims(call)
+    return math.prod(view.input_shapes[0][d] for d in dims), math.prod(call.tensors[0].shape[d] for d in dims)
+
+
+def on_identity(call: OpCall, view: LocalView, value: Any) -> Callable[..., Any] | None:
+    """The op on `value`s instead of this rank's empty part; None where there is something to reduce."""
+    mine, whole = local_count(call, view)
+    if mine or not whole:
+        return None
+    dims = reduced_dims(call)
+    shape = [1 if d in dims else n for d, n in enumerate(view.input_shapes[0])]
+    func = call.func
+    return lambda x, *args, **kwargs: func(x.new_full(shape, value), *args, **kwargs)
+
+
+def reducing(*pending: Partial, through: Sequence[Partial] = ()) -> Rule:
+    """A reduction whose local call knows what to do with nothing (sum, any, count_nonzero)."""
+    return Rule(lambda call: reduce_lines(call, pending, through), reduced_meta)
+
+
+def extremum(pending: Partial) -> Rule:
+    """amax, amin, and max, min of everything."""
+
+    def local_op(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+        return on_identity(call, view, identity_of(pending.reduce_op, call.tensors[0].dtype))
+
+    return Rule(lambda call: reduce_lines(call, [pending], [pending]), reduced_meta, local_op=local_op)
+
+
+def both_extrema(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    """aminmax: of nothing, each with the identity of its own reduction."""
+    if on_identity(call, view, 0) is None:
+        return None
+    dtype = call.tensors[0].dtype
+    low, high = (
+        on_identity(call, view, identity_of("min", dtype)),
+        on_identity(call, view, identity_of("max", dtype)),
+    )
+    assert low is not None and high is not None
+    return lambda *args, **kwargs: (low(*args, **kwargs)[0], high(*args, **kwargs)[1])
+
+
+def part_of_mean(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    """What this rank adds to the mean of the whole: its own mean, weighted by its share of the elements."""
+    mine, whole = local_count(call, view)
+    meta = call.tensors[0]
+    dtype = call["dtype"] or meta.dtype
+    if mine == whole or not (dtype.is_floating_point or dtype.is_complex):
+        return None
+    if not mine:
+        return on_identity(call, view, 0)
+    func, share = call.func, mine / whole
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+    def mean(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return (func(*args, **{**kwargs, "dtype": wide}) * share).to(dtype)
+
+    return mean
+
+
+def norm_pending(call: OpCall) -> list[Partial]:
+    """Norms that are one reduction; the others take a root of a sum, which can't be pending."""
+    order = float(call["ord"])
+    return {0.0: [P], 1.0: [P], math.inf: [MAX], -math.inf: [MIN]}.get(order, [])
+
+
+def norm_of_nothing(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    return on_identity(call, view, math.inf if float(call["ord"]) == -math.inf else 0)
+
+
+def variance_of_nothing(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    """Without rows of its own a rank skips the op, which would warn of too few degrees of freedom."""
+    if math.prod(view.output_shapes[0]) or math.prod(call.outputs[0].shape) == 0:
+        return None
+    dtype = call.tensors[0].dtype
+    shape, has_mean = view.output_shapes[0], len(call.outputs) == 2
+
+    def empty(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        spread = x.new_empty(shape, dtype=dtype.to_real())
+        return (spread, x.new_empty(shape)) if has_mean else spread
+
+    return empty
+
+
+def replicated(call: OpCall) -> list[AxisRule]:
+    """No line: the op sees everything whole."""
+    return []
+
+
+MEAN = Rule(lambda call: reduce_lines(call, [P], [P, AVG]), reduced_meta, local_op=part_of_mean)
+WHOLE = Rule(reduce_lines, reduced_meta)
+VARIANCE = Rule(reduce_lines, reduced_meta, local_op=variance_of_nothing)
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("sum.default", "sum.dim_IntList"), reducing(P, through=[P, AVG])),
+    **dict.fromkeys(("nansum.default", "count_nonzero.default", "count_nonzero.dim_IntList"), reducing(P)),
+    **dict.fromkeys(("mean.default", "mean.dim"), MEAN),
+    **dict.fromkeys(("prod.default", "prod.dim_int"), reducing(PRODUCT, through=[PRODUCT])),
+    **dict.fromkeys(("any.default", "any.dim", "any.dims"), reducing(MAX)),
+    **dict.fromkeys(("all.default", "all.dim", "all.dims"), reducing(MIN)),
+    **dict.fromkeys(("amax.default", "max.default"), extremum(MAX)),
+    **dict.fromkeys(("amin.default", "min.default"), extremum(MIN)),
+    "aminmax.default": Rule(lambda call: reduce_lines(call, [MIN, MAX]), reduced_meta, local_op=both_extrema),
+    "linalg_vector_norm.default": Rule(
+        lambda call: reduce_lines(call, norm_pending(call)), reduced_meta, local_op=norm_of_nothing
+    ),
+    **dict.fromkeys(("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"), VARIANCE),
+    # The dim is seen whole; where it is cut, a handler may know better.
+    **dict.fromkeys(
+        (
+            "logsumexp.default", "max.dim", "min.dim", "argmax.default", "argmin.default", "median.dim",
+            "nanmedian.dim", "mode.default", "kthvalue.default", "hash_tensor.default",
+        ),
+        WHOLE,
+    ),
+    **dict.fromkeys(("median.default", "nanmedian.default"), Rule(replicated, reduced_meta)),
+}  # fmt: skip
