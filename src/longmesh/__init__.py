@@ -13,7 +13,20 @@ from longmesh.spec import (
     ShardOrderEntry,
     TensorMeta,
 )
-from longmesh.tensor import DTensor, distribute_module, distribute_tensor, empty, full, ones, zeros
+from longmesh.tensor import (
+    DTensor,
+    distribute_module,
+    distribute_tensor,
+    empty,
+    full,
+    get_rng_state,
+    manual_seed,
+    ones,
+    rand,
+    randn,
+    set_rng_state,
+    zeros,
+)
 
 __all__ = [
     "AxisCost",
@@ -34,7 +47,12 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "full",
+    "get_rng_state",
+    "manual_seed",
     "ones",
     "plan_redistribute",
+    "rand",
+    "randn",
+    "set_rng_state",
     "zeros",
 ]

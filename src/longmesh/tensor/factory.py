@@ -12,9 +12,11 @@ from longmesh.comm import comm_of
 from longmesh.comm.local import identity_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial, Placement, Replicate
+from longmesh.tensor import distributions
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.dtensor import DTensor, ShardOrderLike
 from longmesh.tensor.meta import check_averages, contiguous_stride
+from longmesh.tensor.random import keeps_value, next_key, sample, std_of_parts
 
 
 def zeros(
@@ -75,6 +77,40 @@ def full(
     )
 
 
+def rand(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    shard_order: ShardOrderLike | None = None,
+) -> DTensor:
+    """A DTensor of uniform numbers in [0, 1): the same global tensor in every layout, see `manual_seed`."""
+    kind = _random_dtype("rand", dtype, layout)
+    distribution = distributions.uniform(kind.to_real() if kind.is_complex else kind)
+    return _make_random("rand", size, distribution, kind, requires_grad, device_mesh, placements, shard_order)
+
+
+def randn(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    shard_order: ShardOrderLike | None = None,
+) -> DTensor:
+    """A DTensor of standard normal numbers: the same global tensor in every layout, see `manual_seed`."""
+    kind = _random_dtype("randn", dtype, layout)
+    distribution = distributions.normal(
+        kind.to_real() if kind.is_complex else kind, 0.0, std_of_parts(kind, 1.0)
+    )
+    return _make_random(
+        "randn", size, distribution, kind, requires_grad, device_mesh, placements, shard_order
+    )
+
+
 def make_sharded(
     caller: str,
     size: tuple[Any, ...],
@@ -108,8 +144,7 @@ def _make(
     placements: Sequence[Placement] | None,
     shard_order: ShardOrderLike | None,
 ) -> DTensor:
-    if memory_layout is not torch.strided:
-        raise LongmeshError(f"{caller}: a DTensor is strided, got layout={memory_layout}; leave layout= out")
+    _check_strided(caller, memory_layout)
     kind = torch.get_default_dtype() if dtype is None else dtype
 
     def fill(
@@ -127,3 +162,36 @@ def _make(
         return torch.full(local_shape, term, dtype=kind, device=device)
 
     return make_sharded(caller, size, kind, requires_grad, device_mesh, placements, shard_order, fill)
+
+
+def _random_dtype(caller: str, dtype: torch.dtype | None, memory_layout: torch.layout) -> torch.dtype:
+    _check_strided(caller, memory_layout)
+    return torch.get_default_dtype() if dtype is None else dtype
+
+
+def _check_strided(caller: str, memory_layout: torch.layout) -> None:
+    if memory_layout is not torch.strided:
+        raise LongmeshError(f"{caller}: a DTensor is strided, got layout={memory_layout}; leave layout= out")
+
+
+def _make_random(
+    caller: str,
+    size: tuple[Any, ...],
+    distribution: distributions.Distribution,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    shard_order: ShardOrderLike | None,
+) -> DTensor:
+    def fill(
+        layout: Layout, shape: torch.Size, coordinate: tuple[int, ...], device: torch.device
+    ) -> torch.Tensor:
+        values = sample(distribution, next_key(), layout, shape, coordinate, dtype, device)
+        if keeps_value(layout, coordinate):
+            return values
+        pending = layout.placements[layout.partial_axes[0]]
+        assert isinstance(pending, Partial)
+        return values.fill_(identity_of(pending.reduce_op, dtype))
+
+    return make_sharded(caller, size, dtype, requires_grad, device_mesh, placements, shard_order, fill)

@@ -1,0 +1,117 @@
+"""Randomness that does not depend on the layout: seed, op counter, and a rank's part of a random tensor.
+
+    longmesh.manual_seed(0)
+    x = longmesh.randn(8, 6, device_mesh=mesh, placements=[Shard(0)])     # the same x on 1, 2, 3 or 8 ranks
+
+Every random op on DTensors takes the next op counter; its values are a function of (seed, op counter,
+global index). The state is this process's own: `torch.manual_seed`, which often differs between ranks, does
+not touch it. Without `manual_seed` the seed is 0. Every rank runs the same program, so their counters agree.
+
+Activation checkpointing replays an op with the counter it had. torch saves its CPU generator before a
+checkpointed forward and restores it for the recomputation, so each op also draws a ticket from that
+generator. Inside a backward, a ticket that was seen before marks a replay. The ticket is only compared with
+this rank's own, so ranks whose torch generators differ still agree on the counter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from longmesh.spec import Coordinate, Layout, Partial
+from longmesh.tensor.distributions import Distribution
+from longmesh.tensor.philox import Key, Region, generate
+
+_MAX_TICKETS = 1 << 16
+# The second half of the key of ops that were given a torch generator: no counter gets there.
+_GENERATOR_DOMAIN = 1 << 63
+
+
+class RandomState:
+    """Seed, op counter, and the tickets by which a recomputation finds the counters it had."""
+
+    def __init__(self) -> None:
+        self.seed = 0
+        self.counter = 0
+        self._tickets: dict[int, Key] = {}
+
+    def set(self, seed: int, counter: int = 0) -> None:
+        self.seed, self.counter = seed, counter
+        self._tickets.clear()
+
+    def next_key(self) -> Key:
+        """The key of the next random op; inside a backward that recomputes it, the key it had."""
+        ticket = _draw(None)
+        if torch._C._current_graph_task_id() != -1 and ticket in self._tickets:
+            return self._tickets[ticket]
+        key = (self.seed, self.counter)
+        self.counter += 1
+        while len(self._tickets) >= _MAX_TICKETS:
+            self._tickets.pop(next(iter(self._tickets)))
+        self._tickets[ticket] = key
+        return key
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    device = "cpu" if generator is None else generator.device
+    return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
+
+
+_state = RandomState()
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the random ops on DTensors and start their counter anew. Every rank must give the same seed."""
+    _state.set(int(seed) % 2**64)
+
+
+def get_rng_state() -> tuple[int, int]:
+    """Seed and op counter: what `set_rng_state` needs to go on from here, on any number of ranks."""
+    return _state.seed, _state.counter
+
+
+def set_rng_state(state: tuple[int, int]) -> None:
+    """Go on from what `get_rng_state` gave. Every rank must give the same."""
+    _state.set(*state)
+
+
+def next_key(generator: torch.Generator | None = None) -> Key:
+    """The key of one random op. A `generator` is drawn from instead; it must be alike on all ranks."""
+    if generator is not None:
+        return _draw(generator), _GENERATOR_DOMAIN
+    return _state.next_key()
+
+
+def sample(
+    distribution: Distribution,
+    key: Key,
+    layout: Layout,
+    shape: Sequence[int],
+    coordinate: Coordinate,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """One rank's part of a random tensor of global `shape`; whole on axes that don't cut it."""
+    sizes = tuple(shape)
+    offset, lengths = layout.local_offset(sizes, coordinate), layout.local_shape(sizes, coordinate)
+    if dtype.is_complex:
+        sizes, offset, lengths = (*sizes, 2), (*offset, 0), (*lengths, 2)
+    region = Region(sizes, tuple(map(int, offset)), tuple(map(int, lengths)))
+    out = torch.empty(region.lengths, dtype=dtype.to_real() if dtype.is_complex else dtype, device=device)
+    generate(region, key, distribution.bits, distribution.convert, out)
+    return torch.view_as_complex(out) if dtype.is_complex else out
+
+
+def keeps_value(layout: Layout, coordinate: Coordinate) -> bool:
+    """Whether this rank's term of a pending reduction is the value itself; else it is the identity."""
+    return not any(
+        isinstance(p, Partial) and p.reduce_op in ("sum", "product") and coordinate[a] > 0
+        for a, p in enumerate(layout.placements)
+    )
+
+
+def std_of_parts(dtype: torch.dtype, std: float) -> float:
+    """The deviation of real and imaginary parts that together have `std`."""
+    return std * math.sqrt(0.5) if dtype.is_complex else std
