@@ -15,14 +15,14 @@ import random
 import warnings
 
 import torch
-from support.layouts import random_layout
-from support.simulate import make_locals
 from torch.distributed.device_mesh import init_device_mesh
 
 from longmesh import DTensor
 from longmesh.spec import Layout
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.tree import map_tensors
+from support.layouts import random_layout
+from support.simulate import make_locals
 
 
 def compare_op(

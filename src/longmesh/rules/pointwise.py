@@ -1,19 +1,26 @@
-"""Pointwise ops: any dim may be cut, the same one in every operand that has it.
+"""How pointwise ops are distributed: any dim may be cut, the same one in every operand that has it.
 
 An operand that broadcasts along the cut dim (size 1, or the dim missing) is replicated on that axis.
-Pending reductions stay pending where the op allows it: sums through linear ops, minima and maxima
-through monotone ones.
+Pending reductions stay pending where the op allows it: sums through linear ops, averages also where a
+constant is added, minima and maxima through ops that keep (or turn around) the order.
+
+Pitfalls: a function that is not defined everywhere (log, sqrt) keeps no maximum, since the terms of a maximum may
+lie outside its domain; arithmetic on integers keeps none either, since a shard padded with the smallest
+integer would wrap around. Which op is of which kind is listed in `pointwise_table`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
-from longmesh.rules.rule import P, AxisRule, Meta, OpCall, OutMeta, R, Rule, S, contiguous, line
+import torch
+
+from longmesh.rules.rule import AxisRule, Meta, OpCall, OutMeta, P, R, Rule, RuleFunction, S, contiguous, line
 from longmesh.spec import Partial, Placement
 
-AVG, MIN, MAX = Partial("avg"), Partial("min"), Partial("max")
+AVG, MIN, MAX, PRODUCT = Partial("avg"), Partial("min"), Partial("max"), Partial("product")
+
+Group = tuple[int, ...]
 
 
 def broadcast_shape(call: OpCall) -> tuple[int, ...]:
@@ -43,52 +50,26 @@ def shard_lines(call: OpCall) -> list[AxisRule]:
     ]
 
 
-def elementwise(call: OpCall) -> list[AxisRule]:
-    """Any pointwise op."""
-    return shard_lines(call)
+def pending_lines(call: OpCall, groups: Iterable[Group], before: Partial, after: Partial) -> list[AxisRule]:
+    """Lines in which the operands of a group are pending together, and the others replicated."""
+    count = range(len(call.tensors))
+    outputs = (after,) * len(call.outputs)
+    return [
+        line([before if i in group else R for i in count], outputs)
+        for group in groups
+        if all(i < len(call.tensors) and _may_be_pending(call.tensors[i], before) for i in group)
+    ]
 
 
-def additive(call: OpCall) -> list[AxisRule]:
-    """Linear in all operands together (add, sub, clone): all of them pending, or none. A plain number added
-    to a sum would be added once per rank, so numbers only scale (`alpha`)."""
-    lines = shard_lines(call)
-    if all(isinstance(a, Meta) for a in call.args[:2]):
-        lines += [line([p] * len(call.tensors), p) for p in (P, AVG)]
-    return lines
+def _may_be_pending(meta: Meta, pending: Partial) -> bool:
+    if pending.reduce_op == "avg":
+        return meta.dtype.is_floating_point or meta.dtype.is_complex
+    if pending.reduce_op in ("min", "max"):
+        return not meta.dtype.is_complex
+    return meta.dtype is not torch.bool
 
 
-def bilinear(call: OpCall) -> list[AxisRule]:
-    """Linear in each operand by itself (mul): one may be pending while the others are replicated."""
-    lines = shard_lines(call)
-    for pending in (P, AVG):
-        for i in range(len(call.tensors)):
-            lines.append(line([pending if j == i else R for j in range(len(call.tensors))], pending))
-    return lines
-
-
-def linear_in_first(call: OpCall) -> list[AxisRule]:
-    """Linear in the first operand, whatever the others (div, mul by a number, neg)."""
-    lines = shard_lines(call)
-    if call.args and isinstance(call.args[0], Meta) and call.get("rounding_mode") is None:
-        others = [R] * (len(call.tensors) - 1)
-        lines += [line([p, *others], p) for p in (P, AVG)]
-    return lines
-
-
-def monotone(call: OpCall, *, flips: bool = False) -> list[AxisRule]:
-    """Non-decreasing in its only tensor: a pending minimum or maximum stays one (or flips, for neg)."""
-    lines = shard_lines(call)
-    if len(call.tensors) == 1:
-        lines += [line([MIN], MAX if flips else MIN), line([MAX], MIN if flips else MAX)]
-    return lines
-
-
-def overwrite(call: OpCall) -> list[AxisRule]:
-    """copy: the second operand in the first one's place, whatever that held."""
-    return [*shard_lines(call), *(line([p, p], p) for p in (P, AVG, MIN, MAX))]
-
-
-def both(*rules: Callable[[OpCall], list[AxisRule]]) -> Callable[[OpCall], list[AxisRule]]:
+def together(*rules: RuleFunction) -> RuleFunction:
     """The lines of several rules, each once."""
 
     def combined(call: OpCall) -> list[AxisRule]:
@@ -97,60 +78,191 @@ def both(*rules: Callable[[OpCall], list[AxisRule]]) -> Callable[[OpCall], list[
     return combined
 
 
-def extremum(pending: Partial) -> Callable[[OpCall], list[AxisRule]]:
-    """maximum and minimum: two pending maxima (or minima) are one."""
-    return lambda call: [*shard_lines(call), line([pending] * len(call.tensors), pending)]
+# -- kinds of ops ----------------------------------------------------------------------------------
+
+
+def linear(*groups: Group, affine: Sequence[Group] = ()) -> RuleFunction:
+    """Linear in the operands of each group together. An average also passes where only the operands of an
+    `affine` group are pending and the rest is a constant: x + 1 of an average, but not of a sum."""
+
+    def rule(call: OpCall) -> list[AxisRule]:
+        return [
+            *shard_lines(call),
+            *pending_lines(call, groups, P, P),
+            *pending_lines(call, (*groups, *affine), AVG, AVG),
+        ]
+
+    return rule
+
+
+def ordered(*groups: Group, sign: Callable[[OpCall], float] = lambda call: 1) -> RuleFunction:
+    """Non-decreasing in each group's operands (non-increasing where `sign` is negative, neither where it is
+    zero): a pending minimum or maximum stays one, or becomes the other. For floating operands."""
+
+    def rule(call: OpCall) -> list[AxisRule]:
+        lines = shard_lines(call)
+        direction = sign(call)
+        usable = [
+            g
+            for g in groups
+            if all(i < len(call.tensors) and call.tensors[i].dtype.is_floating_point for i in g)
+        ]
+        if direction > 0:
+            lines += pending_lines(call, usable, MIN, MIN) + pending_lines(call, usable, MAX, MAX)
+        elif direction < 0:
+            lines += pending_lines(call, usable, MIN, MAX) + pending_lines(call, usable, MAX, MIN)
+        return lines
+
+    return rule
+
+
+def selecting(*groups: Group) -> RuleFunction:
+    """Returns one of its operands' elements or a constant, never a new number: order is kept for any dtype."""
+
+    def rule(call: OpCall) -> list[AxisRule]:
+        kept = pending_lines(call, groups, MIN, MIN) + pending_lines(call, groups, MAX, MAX)
+        return [*shard_lines(call), *kept]
+
+    return rule
+
+
+def number(call: OpCall, name: str) -> float:
+    """A numeric argument for its sign; 0 where it is a tensor, complex or not a number."""
+    value = call.get(name)
+    if isinstance(value, (bool, int, float)) and value == value:
+        return float(value)
+    return 0.0
+
+
+def elementwise(call: OpCall) -> list[AxisRule]:
+    """Any pointwise op."""
+    return shard_lines(call)
+
+
+def identity(call: OpCall) -> list[AxisRule]:
+    """The same values again: whatever is pending stays so."""
+    return [*shard_lines(call), *(line([p] * len(call.tensors), p) for p in (P, AVG, MIN, MAX, PRODUCT))]
+
+
+def convert(call: OpCall) -> list[AxisRule]:
+    """_to_copy. Sums survive a change to floats, or from integers to integers; order survives between floats."""
+    before = call.tensors[0].dtype
+    after = call.get("dtype") or before
+    if before == after:
+        return identity(call)
+    lines = shard_lines(call)
+    to_float = after.is_floating_point or after.is_complex
+    from_int = not (before.is_floating_point or before.is_complex)
+    if to_float or (from_int and after is not torch.bool):
+        lines += pending_lines(call, [(0,)], P, P)
+    if to_float:
+        lines += pending_lines(call, [(0,)], AVG, AVG)
+    if before.is_floating_point and after.is_floating_point:
+        lines += pending_lines(call, [(0,)], MIN, MIN) + pending_lines(call, [(0,)], MAX, MAX)
+    return lines
+
+
+def fill_where(call: OpCall) -> list[AxisRule]:
+    """masked_fill by a number: a sum stays pending where the number is zero, an average or extremum always."""
+    return [
+        *shard_lines(call),
+        *(pending_lines(call, [(0,)], P, P) if call["value"] == 0 else ()),
+        *pending_lines(call, [(0,)], AVG, AVG),
+        *pending_lines(call, [(0,)], MIN, MIN),
+        *pending_lines(call, [(0,)], MAX, MAX),
+    ]
+
+
+def lookup(call: OpCall) -> list[AxisRule]:
+    """The first operand element by element against all of the others (isin, bucketize)."""
+    others = [R] * (len(call.tensors) - 1)
+    return [line([S(d), *others], S(d)) for d, size in enumerate(call.tensors[0].shape) if size != 1]
+
+
+# -- metas of the outputs ----------------------------------------------------------------------------
 
 
 def pointwise_meta(call: OpCall) -> tuple[OutMeta, ...]:
-    """Broadcast shape; strides of the first operand of that shape, as torch does for dense operands."""
-    shape = broadcast_shape(call)
-    for meta in call.tensors:
-        if meta.shape == shape:
-            dense = contiguous(shape)
-            if meta.stride == dense.stride:
-                return (dense,)
-            order = sorted(range(len(shape)), key=lambda d: (-meta.stride[d], d))
-            return (_dense(shape, order),)
-    return (contiguous(shape),)
+    """Broadcast shape, and the strides that torch gives the result."""
+    outputs = call.func._schema.returns  # pyright: ignore[reportPrivateUsage]
+    return (elementwise_meta(broadcast_shape(call), call.tensors),) * len(outputs)
 
 
-def _dense(shape: tuple[int, ...], order: list[int]) -> OutMeta:
+def first_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    """Shaped as the first operand, whatever the others."""
+    return (elementwise_meta(call.tensors[0].shape, call.tensors[:1]),)
+
+
+def copy_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    """As the input lies in memory, or as `memory_format` says."""
+    meta = call.tensors[0]
+    wanted = call.get("memory_format")
+    if wanted is torch.contiguous_format:
+        return (contiguous(meta.shape),)
+    if wanted is torch.channels_last or wanted is torch.channels_last_3d:
+        return (_dense(meta.shape, [0, *range(2, meta.ndim), 1]),)
+    return (elementwise_meta(meta.shape, (meta,)),)
+
+
+def elementwise_meta(shape: tuple[int, ...], metas: Sequence[Meta]) -> OutMeta:
+    """A dense result whose dims lie in memory in the order of the operands' strides, the first one that can
+    tell deciding between two dims."""
+    dense = contiguous(shape)
+    if metas and metas[0].shape == shape and metas[0].stride == dense.stride:
+        return dense
+    if all(meta.shape == shape and _is_contiguous(meta, dense) for meta in metas):
+        return dense
+    ndim = len(shape)
+    strides: list[list[int]] = []
+    for meta in metas:
+        own = [0] * (ndim - meta.ndim)
+        own += [
+            0 if size == 1 != whole else step
+            for size, step, whole in zip(meta.shape, meta.stride, shape[ndim - meta.ndim :], strict=True)
+        ]
+        strides.append(own)
+    order = list(range(ndim - 1, -1, -1))  # fastest first
+    for i in range(1, ndim):
+        place = i
+        for j in range(i - 1, -1, -1):
+            verdict = _compare(order[j], order[place], strides, shape)
+            if verdict > 0:
+                order[j], order[place] = order[place], order[j]
+                place = j
+            elif verdict < 0:
+                break
+    return _dense(shape, order[::-1])
+
+
+def _is_contiguous(meta: Meta, dense: OutMeta) -> bool:
+    """Dense in order; the stride of a dim of size 1 is never used."""
+    return all(
+        size == 1 or have == want
+        for size, have, want in zip(meta.shape, meta.stride, dense.stride, strict=True)
+    )
+
+
+def _compare(left: int, right: int, strides: list[list[int]], shape: tuple[int, ...]) -> int:
+    """Whether dim `left` lies faster in memory than `right` (-1), slower (1), or no operand can tell (0)."""
+    for own in strides:
+        if own[left] == 0 or own[right] == 0:
+            continue
+        if own[left] != own[right]:
+            return -1 if own[left] < own[right] else 1
+        if shape[left] > shape[right]:
+            return 1
+    return 0
+
+
+def _dense(shape: tuple[int, ...], slow_to_fast: Sequence[int]) -> OutMeta:
     stride = [0] * len(shape)
     step = 1
-    for dim in reversed(order):
+    for dim in reversed(slow_to_fast):
         stride[dim] = step
         step *= max(shape[dim], 1)
     return OutMeta(shape, tuple(stride))
 
 
-ELEMENTWISE = Rule(elementwise, pointwise_meta)
-ADDITIVE = Rule(additive, pointwise_meta)
-BILINEAR = Rule(bilinear, pointwise_meta)
-LINEAR = Rule(linear_in_first, pointwise_meta)
-MONOTONE = Rule(monotone, pointwise_meta)
-NEGATION = Rule(both(linear_in_first, partial(monotone, flips=True)), pointwise_meta)
-COPY = Rule(both(additive, linear_in_first, monotone), pointwise_meta)
-MAXIMUM = Rule(extremum(MAX), pointwise_meta)
-MINIMUM = Rule(extremum(MIN), pointwise_meta)
-
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(("add.Tensor", "sub.Tensor", "rsub.Tensor"), ADDITIVE),
-    **dict.fromkeys(("mul.Tensor",), BILINEAR),
-    **dict.fromkeys(("div.Tensor", "mul.Scalar", "div.Scalar", "true_divide.Tensor"), LINEAR),
-    **dict.fromkeys(("neg.default", "negative.default"), NEGATION),
-    **dict.fromkeys(("clone.default", "detach.default", "alias.default", "positive.default"), COPY),
-    "copy.default": Rule(overwrite, pointwise_meta),
-    "maximum.default": MAXIMUM,
-    "minimum.default": MINIMUM,
-    **dict.fromkeys(
-        (
-            "relu.default", "exp.default", "exp2.default", "expm1.default", "log.default", "log2.default",
-            "log10.default", "log1p.default", "sqrt.default", "sigmoid.default", "tanh.default", "floor.default",
-            "ceil.default", "trunc.default", "round.default", "sgn.default", "sign.default", "erf.default",
-            "atan.default", "asinh.default", "sinh.default", "clamp.default", "clamp_min.default",
-            "clamp_max.default", "hardtanh.default", "leaky_relu.default", "relu6.default", "softplus.default",
-        ),
-        MONOTONE,
-    ),
-}  # fmt: skip
+def pointwise(first: RuleFunction, *others: RuleFunction) -> Rule:
+    """The rule of a pointwise op: the lines of all kinds that it is of."""
+    return Rule(together(first, *others) if others else first, pointwise_meta)

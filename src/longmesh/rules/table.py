@@ -12,19 +12,22 @@ from longmesh.rules import (
     factory,
     foreach,
     index,
+    join,
     linalg,
+    lookup,
     loss,
     matmul,
-    pointwise,
+    pointwise_table,
     reduction,
     scan_sort,
+    scatter,
     softmax_norm,
     view,
 )
 from longmesh.rules.rule import Rule
 
 TABLE: dict[str, Rule] = {
-    **pointwise.RULES,
+    **pointwise_table.RULES,
     **foreach.RULES,
     **factory.RULES,
     **matmul.RULES,
@@ -34,6 +37,9 @@ TABLE: dict[str, Rule] = {
     **loss.RULES,
     **view.RULES,
     **index.RULES,
+    **join.RULES,
+    **lookup.RULES,
+    **scatter.RULES,
     **embedding.RULES,
     **conv.RULES,
     **linalg.RULES,
@@ -42,4 +48,4 @@ TABLE: dict[str, Rule] = {
 
 def find_rule(name: str) -> Rule | None:
     """The rule of an aten overload such as "add.Tensor"."""
-    return TABLE.get(name)
+    return TABLE.get(name) or pointwise_table.by_tag(name)
