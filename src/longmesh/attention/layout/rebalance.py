@@ -62,31 +62,37 @@ def rows_at_home(slices: Array, owned: Ownership) -> Array:
 def rebalance(slices: Array, owned: Ownership, query_cost: float) -> Ownership:
     """The same ownership with rectangles moved until the ranks are even, or no move helps."""
     rows = rows_at_home(slices, owned)
-    load = np.zeros(owned.num_ranks, dtype=np.int64)
-    np.add.at(load, rows[:, WHO], area(rows))
+    by_rank = [rows[rows[:, WHO] == rank] for rank in range(owned.num_ranks)]
+    load = np.array([area(mine).sum() for mine in by_rank], dtype=np.int64)
     mean = int(load.sum()) // owned.num_ranks
     moved: list[tuple[int, int, int, int, int]] = []
     for _ in range(ROUNDS_PER_RANK * owned.num_ranks):
         busy = int(np.argmax(load))
-        mine = rows[(rows[:, WHO] == busy) & (rows[:, EW] == 0)]
-        if load[busy] <= mean * (1 + TOLERANCE) or len(mine) == 0:
+        if load[busy] <= mean * (1 + TOLERANCE):
             break
-        moves = (
-            _to_key_owner(mine, busy, load, mean, owned.table, query_cost),
-            _to_idlest(mine, busy, load, mean, query_cost),
-        )
-        best = min((move for move in moves if move is not None), key=lambda move: move.cost, default=None)
-        if best is None:
+        move = _cheapest_move(by_rank[busy], busy, load, mean, owned.table, query_cost)
+        if move is None:
             break
-        cut = make_slices(best.rectangle)
-        pairs = int(area(intersect(mine[:, :WHO], cut)).sum())
-        if pairs == 0:
-            break
-        moved.append((*best.rectangle, best.to))
+        cut = make_slices(move.rectangle)
+        pairs = int(area(intersect(by_rank[busy][:, :WHO], cut)).sum())
+        moved.append((*move.rectangle, move.to))
         load[busy] -= pairs
-        load[best.to] += pairs
-        rows = subtract(rows, cut)
+        load[move.to] += pairs
+        by_rank[busy] = subtract(by_rank[busy], cut)
     return dataclasses.replace(owned, moved=tuple(moved))
+
+
+def _cheapest_move(
+    mine: Array, busy: int, load: Array, mean: int, table: Array, query_cost: float
+) -> Move | None:
+    mine = mine[mine[:, EW] == 0]
+    if len(mine) == 0:
+        return None
+    known = _to_key_owner(mine, busy, load, mean, table, query_cost)
+    other = _to_idlest(mine, busy, load, mean, query_cost)
+    if known is None or other is None:
+        return known or other
+    return known if known.cost <= other.cost else other
 
 
 def _to_key_owner(

@@ -62,14 +62,16 @@ def _work_before(work: Workload, stretches: Array, ranks: int) -> Array:
     """For each position, the work of the tokens before it: the keys they see, in large stretches partly
     spread evenly (in 1024ths, rounded down: what counts is that all ranks get the same integers)."""
     density = keys_per_query(work.slices, work.seq_len)
-    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(density)])
+    before = np.zeros(work.seq_len + 1, dtype=np.int64)
+    np.cumsum(density, out=before[1:])
     area = before[stretches[:, 1]] - before[stretches[:, 0]]
-    size = stretches[:, 1] - stretches[:, 0]
-    large = area > LARGE * int(before[-1]) / ranks
-    even = np.repeat(area // np.maximum(size, 1), size)
-    part = np.repeat(np.where(large, int(1024 * EVENNESS / max(work.query_cost, 1.0)), 0), size)
-    spread = (even * part + density * (1024 - part)) // 1024
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(spread)])
+    part = int(1024 * EVENNESS / max(work.query_cost, 1.0))
+    for i in np.nonzero(area > LARGE * int(before[-1]) / ranks)[0].tolist():
+        start, stop = stretches[i].tolist()
+        even = int(area[i]) // (stop - start)
+        density[start:stop] = (even * part + density[start:stop] * (1024 - part)) // 1024
+    np.cumsum(density, out=before[1:])
+    return before
 
 
 class Filling:
@@ -125,7 +127,7 @@ class Filling:
         """(keys before the cut, whole stretches, (stretch, position)): the tail that completes them."""
         room = self.room - int(self.size[whole].sum())
         need = self.share - int(self.area[whole].sum())
-        tried = np.setdiff1d(np.arange(len(self.size)), whole) if whole else np.array([largest])
+        tried = np.delete(np.arange(len(self.size)), whole) if whole else np.array([largest])
         tried = tried[self.area[tried] + self._filler(room - np.minimum(self.size[tried], room)) >= need]
         if room <= 0 or len(tried) == 0:
             return 1 << 40, whole, None

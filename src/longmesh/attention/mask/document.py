@@ -79,8 +79,8 @@ def _pack(lengths: np.ndarray, within: Mask, num_heads: int) -> np.ndarray:
         out[:, LO], out[:, HI], out[:, EW] = band[0], band[1], 0
         return tighten(out)
     parts = [np.zeros((0, COLUMNS), dtype=np.int64)]
-    for length in np.unique(lengths):
-        lowered = within.slices(int(length), num_heads=num_heads)
+    for length in sorted(set(lengths.tolist())):
+        lowered = within.slices(length, num_heads=num_heads)
         at = starts[lengths == length]
         parts.append(shift(np.tile(lowered, (len(at), 1)), np.repeat(at, len(lowered))))
     out = np.concatenate(parts)

@@ -116,14 +116,12 @@ def _subtract_one(left: Array, cut: Array) -> Array:
         inside | {HI: cut[LO] - 1},
         inside | {LO: cut[HI] + 1},
     )
-    parts: list[Array] = []
-    for limits in outside:
-        part = left.copy()
+    parts = np.repeat(left[None], len(outside), axis=0)
+    for part, limits in zip(parts, outside, strict=True):
         for column, bound in limits.items():
             narrow = np.minimum if column in (Q1, K1, HI) else np.maximum
-            part[:, column] = narrow(part[:, column], bound)
-        parts.append(tighten(part))
-    return np.concatenate(parts)
+            narrow(part[:, column], bound, out=part[:, column])
+    return tighten(parts.reshape(-1, left.shape[1]))
 
 
 def union(left: Array, right: Array) -> Array:

@@ -25,7 +25,6 @@ from longmesh.attention.mask.slices import (
     K1,
     Q0,
     Q1,
-    intersect,
     make_slices,
     overlaps,
     shift_band,
@@ -62,18 +61,36 @@ class Schedule:
 
 def rows_by_rank(slices: Array, owned: Ownership) -> Array:
     """The slices cut so that each is computed by one rank, which is added as column WHO."""
-    moved = np.array(owned.moved, dtype=np.int64).reshape(-1, 5)
-    home = subtract(slices, make_slices(*map(tuple, moved[:, :4].tolist())))
     table = owned.table
+    home, away = _split_moved(slices, owned)
     a, b = overlaps(home[:, Q0], home[:, Q1], table[:, 0], table[:, 1])
     rows = np.concatenate([home[a], table[b, 2:3]], axis=1)
     rows[:, Q0] = np.maximum(rows[:, Q0], table[b, 0])
     rows[:, Q1] = np.minimum(rows[:, Q1], table[b, 1])
-    parts = [rows]
-    for q0, q1, k0, k1, rank in moved.tolist():
-        part = intersect(slices, make_slices((q0, q1, k0, k1)))
-        parts.append(np.concatenate([part, np.full((len(part), 1), rank)], axis=1))
-    return tighten(np.concatenate(parts))
+    return tighten(np.concatenate([rows, away]))
+
+
+def _split_moved(slices: Array, owned: Ownership) -> tuple[Array, Array]:
+    """The slices outside the moved rectangles, and inside them, those with column WHO."""
+    if not owned.moved:
+        return slices, np.zeros((0, WHO + 1), dtype=np.int64)
+    moved = np.array(owned.moved, dtype=np.int64)
+    a, b = overlaps(slices[:, Q0], slices[:, Q1], moved[:, 0], moved[:, 1])
+    hit = (slices[a, K0] < moved[b, 3]) & (slices[a, K1] > moved[b, 2])
+    a, b = a[hit], b[hit]
+    away = np.concatenate([slices[a], moved[b, 4:5]], axis=1)
+    for column, bound, narrow in (
+        (Q0, 0, np.maximum),
+        (Q1, 1, np.minimum),
+        (K0, 2, np.maximum),
+        (K1, 3, np.minimum),
+    ):
+        away[:, column] = narrow(away[:, column], moved[b, bound])
+    touched = np.nonzero(np.bincount(a, minlength=len(slices)))[0]
+    rectangles = make_slices(*map(tuple, moved[:, :4].tolist()))
+    home = [np.delete(slices, touched, axis=0)]
+    home += [subtract(slices[i : i + 1], rectangles[b[a == i]]) for i in touched.tolist()]
+    return np.concatenate(home), away
 
 
 def needed(rank: Array, start: Array, stop: Array, owned: Ownership) -> Array:
