@@ -101,12 +101,12 @@ class AxisRule:
     """One valid line: a placement per tensor argument and per tensor output, on one mesh axis.
 
     `even`: (tensor, dim) pairs that must be cut in equal pieces for the line to hold: an input's index, or
-    -1 - i for output i. `note` is shown by explain().
+    -1 - i for output i. With a third number, the pieces must also be multiples of it. `note` is shown by explain().
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
-    even: tuple[tuple[int, int], ...] = ()
+    even: tuple[tuple[int, int] | tuple[int, int, int], ...] = ()
     note: str = ""
 
 

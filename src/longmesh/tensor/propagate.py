@@ -160,10 +160,10 @@ def _combine(
     if inputs is None or outputs is None:
         return None
     for entry in combination:
-        for which, dim in entry.even:
+        for which, dim, *unit in entry.even:
             layout = inputs[which] if which >= 0 else outputs[-1 - which]
             size = call.tensors[which].shape[dim] if which >= 0 else call.outputs[-1 - which].shape[dim]
-            if size % math.prod(mesh.sizes[a] for a in layout.cuts(dim)):
+            if size % math.prod((*unit, *(mesh.sizes[a] for a in layout.cuts(dim)))):
                 return None
     return Choice(inputs, outputs, combination)
 
