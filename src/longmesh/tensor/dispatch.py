@@ -205,14 +205,14 @@ def first_mesh(args: Any, kwargs: Any) -> DeviceMesh:
 def replicate_plain(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Take plain operands that must be equal on all ranks as replicated: scalars, indices, masks."""
+    """Take plain operands that must be equal on all ranks as replicated."""
     mesh = first_mesh(args, kwargs)
     whole = Layout.replicated(mesh)
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             return tensor
-        if tensor.ndim and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        if not _is_equal_everywhere(tensor):
             shapes = ", ".join(_show(t) for t in all_tensors((args, kwargs)))
             raise LongmeshError(
                 f"{func} mixes a DTensor with a plain tensor: {shapes}. Wrap the plain one with "
@@ -221,6 +221,18 @@ def replicate_plain(
         return DTensor(tensor, mesh, whole, tensor.shape, tensor.stride())
 
     return map_tensors(convert, (args, kwargs))
+
+
+def _is_equal_everywhere(tensor: torch.Tensor) -> bool:
+    """Scalars, also expanded ones, indices and masks; in a backward also constants: its formulas fill tensors."""
+    if not tensor.ndim or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        return True
+    if tensor.numel() > 1 and all(
+        step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ):
+        return True
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and (not tensor.numel() or bool((tensor == tensor.flatten()[0]).all()))
 
 
 def _show(tensor: torch.Tensor) -> str:
