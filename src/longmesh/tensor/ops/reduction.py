@@ -1,9 +1,110 @@
-"""Reductions that need more than one local call."""
+"""Reductions over cut dims that need more than one local call: spreads, norms with a root, log-sum-exp.
+
+var     mean of the whole first, then the sum of squared deviations: two small all-reduces, stable
+norm    sum of p-th powers over the ranks, then one root
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 from torch._ops import OpOverload
 
-from longmesh.tensor.dispatch import Handler
+from longmesh.spec import Partial
+from longmesh.tensor.dispatch import Handler, dispatch
+from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.meta import contiguous_stride
+from longmesh.tensor.ops.pieces import (
+    as_dims,
+    bind,
+    cutting_axes,
+    reduced_layout,
+    reduced_shape,
+    settled,
+    stand_in,
+)
 
-HANDLERS: dict[OpOverload, Handler] = {}
+aten = torch.ops.aten
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """var, std, var_mean, std_mean."""
+    given = bind(func, args, kwargs)
+    x: DTensor = given["self"]
+    dims = as_dims(given["dim"], x.ndim)
+    if not cutting_axes(x._layout, dims) or not (x.is_floating_point() or x.is_complex()):
+        return dispatch.run(func, args, kwargs)
+    correction = 1 if given["correction"] is None else given["correction"]
+    dtype, keepdim = x.dtype, given["keepdim"]
+    wide = settled(x).to(torch.float32) if dtype in _HALVES else settled(x)
+    mean = wide.mean(dims, keepdim=True)
+    distance = wide - mean
+    squares = distance.abs().square() if x.is_complex() else distance.square()
+    degrees = max(math.prod(x.shape[d] for d in dims) - correction, 0)
+    total = squares.sum(dims, keepdim=keepdim)
+    # A pending sum must not be divided by zero term by term.
+    result = (total if degrees else settled(total)) / degrees
+    if func._schema.name in ("aten::std", "aten::std_mean"):
+        result = result.sqrt()
+    result = result.to(dtype.to_real())
+    if len(func._schema.returns) == 1:
+        return result
+    mean = mean if keepdim else mean.reshape(reduced_shape(x.shape, dims, False))
+    return result, mean.to(dtype)
+
+
+def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """(sum |x|^p)^(1/p): each rank its own norm to the power p, pending; the root is taken of the whole."""
+    given = bind(func, args, kwargs)
+    x: DTensor = given["self"]
+    order = float(given["ord"])
+    dims = as_dims(given["dim"], x.ndim)
+    if order in (0, 1) or math.isinf(order) or not x.numel() or not cutting_axes(x._layout, dims):
+        return dispatch.run(func, args, kwargs)
+    x = settled(x)
+    dtype = (given["dtype"] or x.dtype).to_real()
+    wide = given["dtype"] or x.dtype
+    wide = torch.float32 if wide in _HALVES else wide
+    keepdim, local = given["keepdim"], x._local_tensor
+    norm = func(stand_in(local, dims), order, list(dims), keepdim, dtype=wide)
+    powers = norm.pow(order) if math.prod(local.shape[d] for d in dims) else torch.zeros_like(norm)
+    shape = reduced_shape(x.shape, dims, keepdim)
+    layout = reduced_layout(x._layout, dims, keepdim, Partial())
+    return settled(DTensor(powers, x._mesh, layout, shape, contiguous_stride(shape))).pow(1 / order).to(dtype)
+
+
+def log_sum_exp(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The maximum of the whole, then the sum of what is left: two small all-reduces."""
+    given = bind(func, args, kwargs)
+    x: DTensor = given["self"]
+    dims = as_dims(given["dim"], x.ndim)
+    if not x.numel() or not cutting_axes(x._layout, dims) or x.is_complex():
+        return dispatch.run(func, args, kwargs)
+    dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+    x = settled(x).to(torch.float32 if dtype in _HALVES else dtype)
+    top = settled(x.amax(dims, keepdim=True))
+    top = torch.where(top.abs() == math.inf, 0.0, top)
+    result = (x - top).exp().sum(dims, keepdim=True).log() + top
+    result = result if given["keepdim"] else result.reshape(reduced_shape(x.shape, dims, False))
+    return result.to(dtype)
+
+
+def norms(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """_foreach_norm: one norm each."""
+    given = bind(func, args, kwargs)
+    return [aten.linalg_vector_norm.default(x, given["ord"], dtype=given["dtype"]) for x in given["self"]]
+
+
+HANDLERS: dict[OpOverload, Handler] = {
+    **dict.fromkeys(
+        (aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction),
+        variance,
+    ),
+    aten.linalg_vector_norm.default: vector_norm,
+    aten.logsumexp.default: log_sum_exp,
+    aten._foreach_norm.Scalar: norms,
+}

@@ -1,0 +1,108 @@
+"""What a handler needs to work along a cut dim: its arguments by name, who holds which piece, and a gather
+of small per-piece results.
+
+Which pieces are empty follows from the layout, so every rank knows it of every other: their results are
+dropped after the gather, never before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from longmesh.comm import comm_of
+from longmesh.comm.collectives import all_gather
+from longmesh.spec import Coordinate, Layout, Placement, Replicate
+from longmesh.tensor.autograd import move
+from longmesh.tensor.dtensor import DTensor
+
+
+def bind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, defaults included."""
+    bound: dict[str, Any] = {}
+    for position, argument in enumerate(func._schema.arguments):
+        given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+        bound[argument.name] = given
+    return bound
+
+
+def as_dims(given: Any, ndim: int) -> tuple[int, ...]:
+    """Dims from 0 on, sorted; None or an empty list means all. Raises as torch does."""
+    if given is None or (isinstance(given, Sequence) and len(given) == 0):
+        return tuple(range(ndim))
+    dims = (given,) if isinstance(given, int) else tuple(given)
+    span = max(ndim, 1)
+    for dim in dims:
+        if not -span <= dim < span:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-span}, {span - 1}], but got {dim})"
+            )
+    result = tuple(sorted(d % span for d in dims))
+    if len(frozenset(result)) < len(result):
+        raise RuntimeError(f"a dim appears multiple times in the list of dims {list(dims)}")
+    return tuple(d for d in result if d < ndim)
+
+
+def cutting_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
+    """The mesh axes that cut any of `dims`, sorted."""
+    return tuple(sorted(axis for dim in dims for axis in layout.cuts(dim)))
+
+
+def settled(tensor: DTensor) -> DTensor:
+    """The tensor without pending reductions. Collective where there are any."""
+    layout = tensor._layout
+    for axis in layout.partial_axes:
+        layout = layout.with_placement(axis, Replicate())
+    return tensor if layout is tensor._layout else move(tensor, layout)
+
+
+def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool, pending: Placement) -> Layout:
+    """The layout after a reduction of `dims`: their axes get `pending`, the others keep their dims."""
+    gone = () if keepdim else dims
+    placements = list(layout.placements)
+    order: list[tuple[int, Sequence[int]]] = []
+    for dim, axes in layout.shard_order:
+        if dim in dims:
+            for axis in axes:
+                placements[axis] = pending
+        else:
+            moved = dim - sum(d < dim for d in gone)
+            order.append((moved, axes))
+            for axis in axes:
+                placements[axis] = type(layout.placements[axis])(moved)
+    return Layout(layout.mesh, placements, order)
+
+
+def reduced_shape(shape: Sequence[int], dims: Sequence[int], keepdim: bool) -> tuple[int, ...]:
+    return tuple(1 if d in dims else n for d, n in enumerate(shape) if keepdim or d not in dims)
+
+
+def stand_in(local: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """`local`, or zeros with one element along `dims` where it has none: ops then raise alike on all ranks."""
+    if all(local.shape[d] for d in dims):
+        return local
+    return local.new_zeros([1 if d in dims else n for d, n in enumerate(local.shape)])
+
+
+def gather_members(
+    local: torch.Tensor, tensor: DTensor, axes: tuple[int, ...]
+) -> tuple[torch.Tensor, tuple[Coordinate, ...]]:
+    """What the ranks along `axes` hold, stacked in a new first dim, and their coordinates in that order.
+
+    Collective over `axes`; `local` has one shape on all of these ranks.
+    """
+    group = comm_of(tensor._mesh).group(axes)
+    if local.numel() == 0:
+        return local.new_empty((group.size, *local.shape)), group.members
+    flat = all_gather(local.contiguous().view(-1), group=group)
+    return flat.view(group.size, *local.shape), group.members
+
+
+def holders(tensor: DTensor, dims: Sequence[int], members: Sequence[Coordinate]) -> list[int]:
+    """Which of the members hold anything along `dims`."""
+    shapes = [tensor._layout.local_shape(tensor.shape, where) for where in members]
+    return [i for i, shape in enumerate(shapes) if math.prod(shape[d] for d in dims)]
