@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 
 from longmesh.tensor.dispatch import Handler
 from longmesh.tensor.ops import (
+    arg_reduction,
     conv,
     embedding,
     foreach,
@@ -26,6 +27,7 @@ HANDLERS: dict[OpOverload, Handler] = {
     **scalar.HANDLERS,
     **foreach.HANDLERS,
     **reduction.HANDLERS,
+    **arg_reduction.HANDLERS,
     **softmax_norm.HANDLERS,
     **loss.HANDLERS,
     **view.HANDLERS,
