@@ -1,7 +1,171 @@
-"""Convolution and pooling."""
+"""Convolutions: by batch row, by output channel, by input channel (a pending sum), by group.
+
+    input (N, C, *spatial)   weight (O, C / groups, *kernel), or (C, O / groups, *kernel) if transposed
+
+A cut spatial dim needs its neighbours' rows, which no local call has: those lines are in `SPATIAL` form, for
+the handler that fetches them (`rules/window.py` says which rows).
+"""
 
 from __future__ import annotations
 
-from longmesh.rules.rule import Rule
+import math
+from collections.abc import Callable
+from typing import Any
 
-RULES: dict[str, Rule] = {}
+import torch
+
+from longmesh.rules.rule import AxisRule, LocalView, Meta, OpCall, OutMeta, P, R, Rule, S, contiguous, line
+from longmesh.rules.window import transposed_size, window_size
+from longmesh.spec import Partial, Placement
+
+AVG = Partial("avg")
+
+
+def forward_lines(call: OpCall) -> list[AxisRule]:
+    """Lines of convolution(input, weight, bias?, ...) that need no neighbour."""
+    bias = len(call.tensors) == 3
+    out_dim, in_dim = _channel_dims(call)
+
+    def entry(x: Placement, w: Placement, b: Placement, out: Placement, **extra: Any) -> AxisRule:
+        return line([x, w, *([b] if bias else [])], out, **extra)
+
+    lines = [entry(S(0), R, R, S(0))]
+    if call["groups"] == 1:
+        lines += [entry(R, S(out_dim), S(0), S(1)), entry(S(1), S(in_dim), P, P)]
+    else:
+        even, count = _whole_groups(call), call["groups"]
+        lines.append(entry(S(1), S(0), S(0), S(1), even=((0, 1, even[0]), (1, 0, even[1]), (-1, 1, even[2]))))
+        if call.tensors[0].shape[1] == count == call.outputs[0].shape[1]:  # depthwise: cut anywhere
+            lines[-1] = entry(S(1), S(0), S(0), S(1))
+    lines += [entry(P, R, P, P), entry(R, P, P, P), entry(AVG, R, R, AVG), entry(R, AVG, R, AVG)]
+    return lines
+
+
+def backward_lines(call: OpCall) -> list[AxisRule]:
+    """Lines of convolution_backward(grad, input, weight, ...) -> whichever of the three gradients are asked for."""
+    out_dim, in_dim = _channel_dims(call)
+
+    def entry(ins: list[Placement], outs: list[Placement], **extra: Any) -> AxisRule:
+        return line(ins, [p for p, wanted in zip(outs, call["output_mask"], strict=True) if wanted], **extra)
+
+    lines = [entry([S(0), S(0), R], [S(0), P, P])]
+    if call["groups"] == 1:
+        lines += [
+            entry([S(1), R, S(out_dim)], [P, S(out_dim), S(0)]),
+            entry([R, S(1), S(in_dim)], [S(1), S(in_dim), R]),
+        ]
+    else:
+        even, count = _whole_groups(call), call["groups"]
+        cut = entry(
+            [S(1), S(1), S(0)], [S(1), S(0), S(0)], even=((0, 1, even[2]), (1, 1, even[0]), (2, 0, even[1]))
+        )
+        if call.tensors[1].shape[1] == count == call.tensors[0].shape[1]:
+            cut = entry([S(1), S(1), S(0)], [S(1), S(0), S(0)])
+        lines.append(cut)
+    for p in (P, AVG):
+        lines += [entry([p, R, R], [p, p, p]), entry([R, p, R], [R, p, R]), entry([R, R, p], [p, R, R])]
+    return lines
+
+
+def spatial_lines(call: OpCall) -> list[AxisRule]:
+    """One line per spatial dim, for the handler that fetches the rows around a cut."""
+    backward = call.func is torch.ops.aten.convolution_backward.default
+    dims = range(2, call.tensors[0].ndim)
+    if not backward:
+        rest = [R] * (len(call.tensors) - 1)
+        return [line([S(d), *rest], S(d)) for d in dims]
+    return [
+        line([S(d), S(d), R], [p for p, w in zip((S(d), P, P), call["output_mask"], strict=True) if w])
+        for d in dims
+    ]
+
+
+def _channel_dims(call: OpCall) -> tuple[int, int]:
+    """The weight's dims of output and of input channels."""
+    return (1, 0) if call["transposed"] else (0, 1)
+
+
+def _whole_groups(call: OpCall) -> tuple[int, int, int]:
+    """Channels of one group: of the input, of the weight's dim 0, of the output."""
+    weight = call.tensors[2 if call.func is torch.ops.aten.convolution_backward.default else 1]
+    rows, groups = weight.shape[0] // call["groups"], call["groups"]
+    if call["transposed"]:
+        return rows, rows, weight.shape[1]
+    return weight.shape[1], rows, max(weight.shape[0] // groups, 1)
+
+
+def forward_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    x, weight = call.tensors[:2]
+    sizes: list[int] = []
+    for i, (size, kernel) in enumerate(zip(x.shape[2:], weight.shape[2:], strict=True)):
+        stride, padding, dilation = (call[name][i] for name in ("stride", "padding", "dilation"))
+        if call["transposed"]:
+            extra = call["output_padding"][i]
+            sizes.append(transposed_size(size, kernel, stride, padding, dilation, extra))
+        else:
+            sizes.append(window_size(size, kernel, stride, padding, dilation))
+    channels = weight.shape[1] * call["groups"] if call["transposed"] else weight.shape[0]
+    shape = (x.shape[0], channels, *sizes)
+    return (channels_last(shape) if is_channels_last(x) or is_channels_last(weight) else contiguous(shape),)
+
+
+def channels_last(shape: tuple[int, ...]) -> OutMeta:
+    """A dense output whose channels lie innermost."""
+    last = contiguous((shape[0], *shape[2:], shape[1])).stride
+    return OutMeta(shape, (last[0], last[-1], *last[1:-1]))
+
+
+def is_channels_last(meta: Meta) -> bool:
+    return (
+        meta.ndim in (4, 5)
+        and meta.stride == channels_last(meta.shape).stride != contiguous(meta.shape).stride
+    )
+
+
+def local_arguments(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The groups and bias sizes of one rank's part."""
+    names = [argument.name for argument in call.func._schema.arguments]  # pyright: ignore[reportPrivateUsage]
+    args = [call[name] for name in names]
+    backward = "bias_sizes" in names
+    x = 1 if backward else 0
+    groups = call["groups"]
+    if groups > 1:
+        per_group = call.tensors[x].shape[1] // groups
+        args[names.index("groups")] = max(view.input_shapes[x][1] // per_group, 1)
+    if backward and call["bias_sizes"] is not None:
+        args[names.index("bias_sizes")] = [view.input_shapes[0][1]]
+    return tuple(args), {}
+
+
+def local_op(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    """What a rank without elements of its own does: torch refuses convolutions of nothing."""
+    if all(math.prod(shape) for shape in view.input_shapes):
+        return None
+    if "bias_sizes" not in [a.name for a in call.func._schema.arguments]:  # pyright: ignore[reportPrivateUsage]
+        return lambda x, weight, bias, *rest: nothing_forward(x, bias, view.output_shapes[0])
+    mask = call["output_mask"]
+    return lambda grad, x, weight, *rest: nothing_backward(grad, x, weight, mask)
+
+
+def nothing_forward(x: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
+    """A sum over no input channels, or no output at all."""
+    out = x.new_zeros(shape)
+    return out if bias is None else out + bias.view(-1, *[1] * (len(shape) - 2))
+
+
+def nothing_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mask: list[bool]
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients where one of the operands has no elements; only the bias's may not be zero."""
+    over = [d for d in range(grad.ndim) if d != 1]
+    return (
+        torch.zeros_like(x) if mask[0] else None,
+        torch.zeros_like(weight) if mask[1] else None,
+        grad.sum(over) if mask[2] else None,
+    )
+
+
+RULES: dict[str, Rule] = {
+    "convolution.default": Rule(forward_lines, forward_meta, local_arguments, local_op),
+    "convolution_backward.default": Rule(backward_lines, None, local_arguments, local_op),
+}

@@ -1,9 +1,254 @@
-"""Convolution and pooling with halo exchange."""
+"""Convolution over a cut spatial dim: fetch the rows around the cut, then convolve locally.
+
+    rows of the output of this rank  ->  rows of the input they need (`rules/window.py`)
+    one all_to_all per cut dim brings those that others hold (`comm/halo.py`); the backward sends their gradients home
+
+Everything else about a convolution is a rule. Where no spatial dim is cut, so is the whole op.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch._ops import OpOverload
+from torch.nn.functional import pad
 
-from longmesh.tensor.dispatch import Handler
+from longmesh.comm import comm_of
+from longmesh.comm.groups import AxisGroup, MeshComm
+from longmesh.comm.halo import Rows, fetch_rows, return_rows
+from longmesh.rules import Meta, OpCall, OutMeta
+from longmesh.rules.conv import (
+    backward_lines,
+    forward_lines,
+    forward_meta,
+    nothing_backward,
+    nothing_forward,
+    spatial_lines,
+)
+from longmesh.rules.rule import contiguous
+from longmesh.rules.window import Slide, Window
+from longmesh.spec import Layout
+from longmesh.tensor.autograd import move
+from longmesh.tensor.dispatch import Handler, dispatch
+from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.meta import global_stride
+from longmesh.tensor.propagate import Choice, choose
 
-HANDLERS: dict[OpOverload, Handler] = {}
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """One cut spatial dim: who has and needs which rows of the input, and our padding."""
+
+    dim: int
+    group: AxisGroup
+    have: tuple[Rows, ...]
+    need: tuple[Rows, ...]
+    window: Window
+
+    def padding(self, ndim: int, sign: int = 1) -> list[int]:
+        """For torch.nn.functional.pad."""
+        amounts = [0] * (2 * ndim)
+        amounts[2 * (ndim - 1 - self.dim)] = sign * self.window.before
+        amounts[2 * (ndim - 1 - self.dim) + 1] = sign * self.window.after
+        return amounts
+
+
+def convolution(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+    if kwargs or not _is_spatial(args[:1]) or not _all_distributed(args[:3]):
+        return dispatch.run(func, args, kwargs)
+    x, weight, bias = args[:3]
+    choice, call = _planned(func, args)
+    comm = comm_of(x._mesh)
+    local_x, local_w, *local_b = (
+        move(t, y)._local_tensor
+        for t, y in zip([t for t in args[:3] if t is not None], choice.inputs, strict=True)
+    )
+    local_bias = local_b[0] if bias is not None else None
+    out, shape = choice.outputs[0], call.outputs[0].shape
+    halos = _halos(call, 0, choice.inputs[0], out, shape, comm)
+    local = _fetch(local_x, halos)
+    static = _static(call, args[3:], halos, local.shape[1])
+    local_shape = tuple(out.local_shape(shape, comm.coordinate))
+    if call["transposed"]:
+        result = _transposed(func, local, local_w, static, halos, local_shape)
+        if local_bias is not None:
+            result = result + local_bias.view(-1, *[1] * (len(shape) - 2))
+    else:
+        local = _padded(local, halos)
+        if local.numel() == 0 or local_w.numel() == 0 or 0 in local_shape:
+            result = nothing_forward(local_x, local_bias, local_shape)  # pyright: ignore[reportArgumentType]
+        else:
+            result = func(local, local_w, local_bias, *static)
+    assert tuple(result.shape) == local_shape, (result.shape, local_shape)
+    return DTensor(result, x._mesh, out, shape, global_stride(shape, result))
+
+
+def _transposed(
+    func: OpOverload,
+    local: torch.Tensor,
+    weight: torch.Tensor,
+    static: list[Any],
+    halos: Sequence[Halo],
+    shape: tuple[Any, ...],
+) -> torch.Tensor:
+    if local.numel() == 0 or weight.numel() == 0 or 0 in shape:
+        return local.new_zeros(shape)
+    return _padded(func(local, weight, None, *static), halos)
+
+
+def convolution_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """convolution_backward(grad, input, weight, bias_sizes, stride, ..., groups, output_mask)."""
+    if kwargs or not _is_spatial(args[:2]) or not _all_distributed(args[:3]):
+        return dispatch.run(func, args, kwargs)
+    choice, call = _planned(func, args)
+    comm = comm_of(args[0]._mesh)
+    grad, x, weight = (move(t, y)._local_tensor for t, y in zip(args[:3], choice.inputs, strict=True))
+    halos = _halos(call, 1, choice.inputs[1], choice.inputs[0], call.tensors[0].shape, comm)
+    rows = _fetch(x, halos)
+    static = _static(call, args[4:10], halos, x.shape[1])
+    mask = list(args[10])
+    found = _backward(func, grad, rows, weight, static, halos, mask, bool(call["transposed"]))
+    if mask[0]:
+        local = found[0]
+        for halo in reversed(halos):
+            local = return_rows(local, halo.dim, halo.have, halo.need, halo.group)
+        found[0] = local
+    wanted = iter(zip(choice.outputs, call.outputs, strict=True))
+    results: list[DTensor | None] = []
+    for value, is_wanted in zip(found, mask, strict=True):
+        if not is_wanted:
+            results.append(None)
+            continue
+        layout, meta = next(wanted)
+        results.append(DTensor(value, args[0]._mesh, layout, meta.shape, global_stride(meta.shape, value)))
+    return tuple(results)
+
+
+def _backward(
+    func: OpOverload,
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    static: list[Any],
+    halos: Sequence[Halo],
+    mask: list[bool],
+    transposed: bool,
+) -> list[Any]:
+    """Gradients of the fetched rows, the weight and the bias, from this rank's part of the output's gradient."""
+    bias_mask = [mask[0], mask[1], False]
+    padded = rows if transposed else _padded(rows, halos)
+    if grad.numel() == 0 or padded.numel() == 0 or weight.numel() == 0:
+        found = list(nothing_backward(grad, rows, weight, bias_mask))
+    elif transposed:
+        whole = _padded(grad, halos, sign=-1)
+        found = list(func(whole, rows, weight, None, *static, bias_mask))
+    else:
+        found = list(func(grad, padded, weight, None, *static, bias_mask))
+        if mask[0]:
+            found[0] = _padded(found[0], halos, sign=-1)
+    if mask[2]:
+        found[2] = grad.sum([d for d in range(grad.ndim) if d != 1])
+    return found
+
+
+# -- geometry ----------------------------------------------------------------------------------------
+
+
+def _is_spatial(tensors: Sequence[Any]) -> bool:
+    return any(isinstance(t, DTensor) and any(d >= 2 for d in t._layout.shard_dims) for t in tensors)
+
+
+def _all_distributed(tensors: Sequence[Any]) -> bool:
+    return all(t is None or isinstance(t, DTensor) for t in tensors)
+
+
+def _planned(func: OpOverload, args: tuple[Any, ...]) -> tuple[Choice, OpCall]:
+    """The layouts of operands and results, as for any op, with spatial cuts among the options."""
+    layouts: list[Layout] = []
+    described: list[Any] = []
+    for arg in args:
+        if isinstance(arg, DTensor):
+            described.append(Meta(len(layouts), tuple(arg.shape), arg.stride(), arg.dtype))
+            layouts.append(arg._layout)
+        else:
+            described.append(tuple(arg) if isinstance(arg, list) else arg)
+    return _choose(func, tuple(described), tuple(layouts))
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(func: OpOverload, args: tuple[Any, ...], layouts: tuple[Layout, ...]) -> tuple[Choice, OpCall]:
+    metas = tuple(a for a in args if isinstance(a, Meta))
+    call = OpCall(func, args, {}, metas)
+    if func is aten.convolution.default:
+        outputs: tuple[OutMeta, ...] = forward_meta(call)
+    else:
+        shapes = (metas[1].shape, metas[2].shape, tuple(call["bias_sizes"] or (metas[0].shape[1],)))
+        outputs = tuple(
+            contiguous(s) for s, wanted in zip(shapes, call["output_mask"], strict=True) if wanted
+        )
+    call = OpCall(func, args, {}, metas, outputs)
+    lines = forward_lines(call) if func is aten.convolution.default else backward_lines(call)
+    choice = choose(call, [*spatial_lines(call), *lines], layouts)
+    assert choice is not None, "everything replicated is always valid"
+    return choice, call
+
+
+def _halos(
+    call: OpCall, x: int, layout: Layout, out: Layout, out_shape: Sequence[int], comm: MeshComm
+) -> list[Halo]:
+    """The cut spatial dims of input number `x`, laid out as `layout`, for outputs laid out as `out`."""
+    halos: list[Halo] = []
+    shape, kernel = call.tensors[x].shape, call.tensors[x + 1].shape
+    for dim in range(2, len(shape)):
+        if not layout.cuts(dim):
+            continue
+        stride, padding, dilation = (call[name][dim - 2] for name in ("stride", "padding", "dilation"))
+        slide = Slide(shape[dim], kernel[dim], stride, padding, dilation, bool(call["transposed"]))
+        group = comm.group(tuple(sorted(layout.cuts(dim))))
+        have = tuple(_rows(layout, dim, shape[dim], c) for c in group.members)
+        windows = [slide.window(*_rows(out, dim, out_shape[dim], c)) for c in group.members]
+        halos.append(Halo(dim, group, have, tuple(w.rows for w in windows), windows[group.rank]))
+    return halos
+
+
+def _rows(layout: Layout, dim: int, size: int, coordinate: tuple[int, ...]) -> Rows:
+    start, length = layout.interval(dim, size, coordinate)
+    return int(start), int(start) + int(length)
+
+
+def _fetch(local: torch.Tensor, halos: Sequence[Halo]) -> torch.Tensor:
+    for halo in halos:
+        local = fetch_rows(local, halo.dim, halo.have, halo.need, halo.group)
+    return local
+
+
+def _padded(tensor: torch.Tensor, halos: Sequence[Halo], sign: int = 1) -> torch.Tensor:
+    for halo in halos:
+        amounts = halo.padding(tensor.ndim, sign)
+        if any(amounts):
+            tensor = pad(tensor, amounts)
+    return tensor
+
+
+def _static(call: OpCall, static: Sequence[Any], halos: Sequence[Halo], channels: int) -> list[Any]:
+    """stride ... groups of the local call: cut dims come padded, groups are those of the local channels."""
+    stride, padding, dilation, transposed, output_padding, groups = static
+    cut = {halo.dim - 2 for halo in halos}
+    x = call.tensors[1 if "bias_sizes" in [a.name for a in call.func._schema.arguments] else 0]
+    padding = [0 if i in cut else p for i, p in enumerate(padding)]
+    output_padding = [0 if i in cut else p for i, p in enumerate(output_padding)]
+    groups = max(channels // (x.shape[1] // groups), 1) if groups > 1 else 1
+    return [list(stride), padding, list(dilation), transposed, output_padding, groups]
+
+
+HANDLERS: dict[OpOverload, Handler] = {
+    aten.convolution.default: convolution,
+    aten.convolution_backward.default: convolution_backward,
+}
