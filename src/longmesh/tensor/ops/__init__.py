@@ -12,6 +12,7 @@ from longmesh.tensor.dispatch import Handler
 from longmesh.tensor.ops import (
     arg_reduction,
     conv,
+    dropout,
     embedding,
     foreach,
     index,
@@ -35,4 +36,5 @@ HANDLERS: dict[OpOverload, Handler] = {
     **embedding.HANDLERS,
     **conv.HANDLERS,
     **random.HANDLERS,
+    **dropout.HANDLERS,
 }
