@@ -5,6 +5,7 @@ rank's parts (with the rule's local arguments), combine the outputs as the line 
 the op on the whole. `check_program` does so for every aten call that a function makes.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -104,9 +105,9 @@ def check_line(call, rule, entry, tensors, expected, ranks):
     outs = [Layout(mesh, [p]) for p in entry.outputs]
     for layout, meta in zip([*ins, *outs], [*call.tensors, *call.outputs], strict=True):
         layout.check_ndim(len(meta.shape), meta.shape)
-    for which, dim in entry.even:
+    for which, dim, *unit in entry.even:
         size = call.tensors[which].shape[dim] if which >= 0 else call.outputs[-1 - which].shape[dim]
-        if size % ranks:
+        if size % math.prod((ranks, *unit)):
             return None
     if any(
         y.partial_axes and not (t.is_floating_point() or t.is_complex())
