@@ -141,10 +141,18 @@ def local_op(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     """What a rank without elements of its own does: torch refuses convolutions of nothing."""
     if all(math.prod(shape) for shape in view.input_shapes):
         return None
-    if "bias_sizes" not in [a.name for a in call.func._schema.arguments]:  # pyright: ignore[reportPrivateUsage]
-        return lambda x, weight, bias, *rest: nothing_forward(x, bias, view.output_shapes[0])
-    mask = call["output_mask"]
-    return lambda grad, x, weight, *rest: nothing_backward(grad, x, weight, mask)
+    if call.func is torch.ops.aten.convolution.default:
+
+        def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> Any:
+            return nothing_forward(x, bias, view.output_shapes[0])
+
+        return forward
+    mask: list[bool] = list(call["output_mask"])
+
+    def backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
+        return nothing_backward(grad, x, weight, mask)
+
+    return backward
 
 
 def nothing_forward(x: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:

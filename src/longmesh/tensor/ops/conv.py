@@ -63,7 +63,7 @@ def convolution(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     """convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
     if kwargs or not _is_spatial(args[:1]) or not _all_distributed(args[:3]):
         return dispatch.run(func, args, kwargs)
-    x, weight, bias = args[:3]
+    x, bias = args[0], args[2]
     choice, call = _planned(func, args)
     comm = comm_of(x._mesh)
     local_x, local_w, *local_b = (
