@@ -18,11 +18,11 @@ import torch
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.comm import comm_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.held import Held, hold
 from longmesh.tensor.op_plan import OpPlan, Output, make_plan
 from longmesh.tensor.tree import all_tensors, map_tensors
 
@@ -49,37 +49,36 @@ class Dispatcher:
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run by rule, decomposition or replication, without looking for a handler."""
         parts: list[Any] = [func]
-        mesh = _describe(args, parts, None)
+        held = _describe(args, parts, None)
         if kwargs:
             for name, value in kwargs.items():
                 parts.append(name)
-                mesh = _describe((value,), parts, mesh)
-        if mesh is None or _PLAIN in parts:
+                held = _describe((value,), parts, held)
+        if held is None or _PLAIN in parts:
             args, kwargs = replicate_plain(func, args, kwargs)
             return self.run(func, args, kwargs)
-        parts.append(comm_of(mesh))
         key = tuple(parts)
         try:
             plan = self.plans.get(key)
         except TypeError:  # symbolic sizes don't hash
-            plan = make_plan(func, args, kwargs, comm_of(mesh))
+            plan = make_plan(func, args, kwargs, held.comm)
         else:
             if plan is None:
-                plan = self.plans[key] = make_plan(func, args, kwargs, comm_of(mesh))
+                plan = make_plan(func, args, kwargs, held.comm)
+                if _SYMBOLIC not in parts:
+                    self.plans[key] = plan
         if plan.local_call is None:
             return self._without_rule(plan, func, args, kwargs)
-        return self._execute(plan, args, kwargs, mesh)
-
-    def _execute(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
         if plan.is_plain:
             result = plan.local_call(*[a._local_tensor if type(a) is DTensor else a for a in args])
         else:
             result = _call_locally(plan, args, kwargs)
         if plan.written is not None:
             return args[plan.written]
-        if plan.single is not None:
-            return wrap(result, plan.single, mesh)
-        return wrap_all(result, plan.outputs, mesh)
+        output = plan.single
+        if output is not None:
+            return wrap(result, output, held.mesh)
+        return wrap_all(result, plan.outputs, held.mesh)
 
     def _without_rule(
         self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -112,33 +111,37 @@ class Dispatcher:
 
 
 _PLAIN = object()
+_SYMBOLIC = object()
 
 
-def _describe(
-    values: tuple[Any, ...] | list[Any], parts: list[Any], mesh: DeviceMesh | None
-) -> DeviceMesh | None:
-    """Append to `parts` what a plan depends on: layouts and global metas of tensors, values of the rest."""
+def _describe(values: tuple[Any, ...] | list[Any], parts: list[Any], held: Held | None) -> Held | None:
+    """Append to `parts` what a plan depends on: how tensors are held, values of the rest. Returns the first
+    tensor's `Held`."""
     for value in values:
         kind = type(value)
         if kind is DTensor:
-            parts += (value._layout, value.shape, value.stride(), value.dtype)
-            if mesh is None:
-                mesh = value._mesh
-            elif value._mesh is not mesh and value._mesh != mesh:
+            own = value._held
+            parts.append(own)
+            if own.is_symbolic:
+                parts.append(_SYMBOLIC)
+            if held is None:
+                held = own
+            elif own.comm is not held.comm and own.mesh != held.mesh:
                 raise LongmeshError(
-                    f"one op on tensors of two meshes: {mesh} and {value._mesh}; bring them onto one mesh first "
+                    f"one op on tensors of two meshes: {held.mesh} and {own.mesh}; bring them onto one mesh first "
                     "(full_tensor(), then distribute_tensor())"
                 )
         elif kind in _NUMBERS:
-            parts += (kind, value)
+            parts.append(kind)
+            parts.append(value)
         elif kind is list or kind is tuple:
             parts.append(len(value))
-            mesh = _describe(value, parts, mesh)
+            held = _describe(value, parts, held)
         elif isinstance(value, torch.Tensor):
             parts.append(_PLAIN)
         else:
             parts.append(value)
-    return mesh
+    return held
 
 
 def _call_locally(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -161,12 +164,15 @@ def _call_locally(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def wrap(local: torch.Tensor, output: Output, mesh: DeviceMesh) -> DTensor:
     """A DTensor around a local result. Positional and inlined: this is every op's last step."""
+    dtype = local.dtype
+    held = output.held
+    if held is None or held.dtype is not dtype or held.mesh is not mesh:
+        held = output.held = hold(mesh, output.layout, output.shape, output.stride, dtype)
     result = _make_wrapper(
-        DTensor, output.shape, output.stride, 0, None, local.dtype, torch.strided, local.device, False, False
+        DTensor, output.shape, output.stride, 0, None, dtype, torch.strided, local.device, False, False
     )  # fmt: skip
     result._local_tensor = local
-    result._mesh = mesh
-    result._layout = output.layout
+    result._held = held
     return result
 
 

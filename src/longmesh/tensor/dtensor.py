@@ -31,6 +31,7 @@ from longmesh.spec import (
     TensorMeta,
 )
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
+from longmesh.tensor.held import Held, hold
 from longmesh.tensor.meta import check_averages
 
 ShardOrderLike = Iterable[tuple[int, Sequence[int]]]
@@ -41,11 +42,10 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 class DTensor(torch.Tensor):
     """A tensor over a mesh of devices, with a placement per mesh axis."""
 
-    __slots__ = ("_layout", "_local_tensor", "_mesh")
+    __slots__ = ("_held", "_local_tensor")
 
     _local_tensor: torch.Tensor
-    _mesh: DeviceMesh
-    _layout: Layout
+    _held: Held
 
     # Ops run in __torch_dispatch__ below autograd; no Python runs above it.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -74,8 +74,7 @@ class DTensor(torch.Tensor):
             requires_grad,
         )
         self._local_tensor = local_tensor
-        self._mesh = mesh
-        self._layout = layout
+        self._held = hold(mesh, layout, shape, stride, local_tensor.dtype)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -169,6 +168,18 @@ class DTensor(torch.Tensor):
         return whole.to_local(grad_placements=grad_placements)
 
     # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        return self._held.mesh
+
+    @property
+    def _layout(self) -> Layout:
+        return self._held.layout
+
+    @_layout.setter
+    def _layout(self, layout: Layout) -> None:
+        self._held = self._held.with_layout(layout)
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -14,17 +14,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from longmesh.comm import MeshComm
 from longmesh.rules import LocalView, Meta, OpCall, OutMeta, find_rule
 from longmesh.spec import Layout
+from longmesh.tensor.held import Held
 from longmesh.tensor.propagate import choose
 from longmesh.tensor.tree import map_tensors
 
 
-@dataclass(frozen=True, slots=True)
 class Output:
-    """Layout and global meta of one tensor output."""
+    """Layout and global meta of one tensor output. `held` is filled in when its dtype is first seen."""
 
-    layout: Layout
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    __slots__ = ("held", "layout", "shape", "stride")
+
+    def __init__(self, layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        self.layout = layout
+        self.shape = shape
+        self.stride = stride
+        self.held: Held | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], c
         inputs=choice.inputs,
         outputs=results,
         single=results[0] if len(results) == 1 and returns_one_tensor(func) else None,
-        local_call=local_call,
+        local_call=local_call._op if isinstance(local_call, OpOverload) else local_call,
         rewritten=rewritten,
         is_plain=flat and rewritten is None and choice.inputs == tuple(layouts),
         written=0 if functional is not None else None,
