@@ -1,7 +1,135 @@
-"""Softmax and the normalisation layers."""
+"""Softmax and normalisation: what is normalised together must be whole, everything else may be cut.
+
+    layer_norm       the leading dims; gradients of weight and bias are pending sums
+    group_norm       the batch; also channels, where every rank gets whole groups
+
+Where the normalised dims are cut, a handler works with small all-reduces instead. Batch norm is
+decomposed: its statistics are means over cut dims.
+"""
 
 from __future__ import annotations
 
-from longmesh.rules.rule import Rule
+from typing import Any
 
-RULES: dict[str, Rule] = {}
+from longmesh.rules.rule import (
+    P,
+    AxisRule,
+    LocalView,
+    OpCall,
+    OutMeta,
+    R,
+    Rule,
+    S,
+    contiguous,
+    line,
+)
+from longmesh.spec import Placement
+
+
+def softmax_lines(call: OpCall) -> list[AxisRule]:
+    dim = call.dim()
+    return [line([S(d)], S(d)) for d in range(call.tensors[0].ndim) if d != dim]
+
+
+def softmax_backward_lines(call: OpCall) -> list[AxisRule]:
+    """Linear in the gradient."""
+    dim = call.dim()
+    cuts = [line([S(d), S(d)], S(d)) for d in range(call.tensors[0].ndim) if d != dim]
+    return [*cuts, line([P, R], P)]
+
+
+def same_shape(call: OpCall) -> tuple[OutMeta, ...]:
+    return (contiguous(call.tensors[0].shape),)
+
+
+def leading_dims(call: OpCall) -> range:
+    """The dims of the input that layer norm does not normalise."""
+    return range(call["input"].ndim - len(call["normalized_shape"]))
+
+
+def layer_norm_lines(call: OpCall) -> list[AxisRule]:
+    parameters = [R] * (len(call.tensors) - 1)
+    return [line([S(d), *parameters], [S(d)] * len(call.outputs)) for d in leading_dims(call)]
+
+
+def layer_norm_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    shape, count = call["input"].shape, len(leading_dims(call))
+    row = contiguous([n if d < count else 1 for d, n in enumerate(shape)])
+    return (contiguous(shape), *[row] * (len(call.func._schema.returns) - 1))
+
+
+def layer_norm_backward_lines(call: OpCall) -> list[AxisRule]:
+    """Statistics lie as the rows do; a gradient of weight or bias is a sum over rows."""
+    rows = [call.get(name) for name in ("grad_out", "input", "mean", "rstd")]
+    row_indices = [meta.index for meta in rows if meta is not None]
+    return [
+        line(
+            [S(d) if i in row_indices else R for i in range(len(call.tensors))],
+            _gradients(call, S(d), P),
+        )
+        for d in leading_dims(call)
+    ]
+
+
+def _gradients(call: OpCall, of_input: Placement, of_parameter: Placement) -> list[Placement]:
+    """Placements of the gradients that are asked for."""
+    wanted = [of_input, *[of_parameter] * (len(call["output_mask"]) - 1)]
+    return [p for p, asked in zip(wanted, call["output_mask"], strict=True) if asked]
+
+
+def layer_norm_backward_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    shape, parameter = call["input"].shape, call["normalized_shape"]
+    metas = [contiguous(shape), *[contiguous(parameter)] * (len(call["output_mask"]) - 1)]
+    return tuple(m for m, asked in zip(metas, call["output_mask"], strict=True) if asked)
+
+
+def group_norm_lines(call: OpCall) -> list[AxisRule]:
+    """native_group_norm(input, weight?, bias?, N, C, HxW, group, eps) -> out, mean, rstd."""
+    parameters = len(call.tensors) - 1
+    return [
+        line([S(0), *[R] * parameters], [S(0)] * 3),
+        line([S(1), *[S(0)] * parameters], [S(1)] * 3, even=((-2, 1),), note="whole groups"),
+    ]
+
+
+def group_norm_backward_lines(call: OpCall) -> list[AxisRule]:
+    """native_group_norm_backward(grad_out, input, mean, rstd, weight?, N, C, HxW, group, output_mask)."""
+    weight = [R] * (len(call.tensors) - 4)
+    return [
+        line([S(0)] * 4 + weight, _gradients(call, S(0), P)),
+        line(
+            [S(1)] * 4 + [S(0) for _ in weight],
+            _gradients(call, S(1), S(0)),
+            even=((2, 1),),
+            note="whole groups",
+        ),
+    ]
+
+
+def group_norm_args(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The sizes N, C and the number of groups of this rank's part."""
+    batch, channels = view.input_shapes[0][:2]
+    names = [argument.name for argument in call.func._schema.arguments]
+    args = [call[name] for name in names]
+    args[names.index("N")], args[names.index("C")] = batch, channels
+    args[names.index("group")] = call["group"] * channels // call["C"]
+    return tuple(args), {}
+
+
+SOFTMAX = Rule(softmax_lines, same_shape)
+SOFTMAX_BACKWARD = Rule(softmax_backward_lines, same_shape)
+LAYER_NORM = Rule(layer_norm_lines, layer_norm_meta)
+LAYER_NORM_BACKWARD = Rule(layer_norm_backward_lines, layer_norm_backward_meta)
+
+RULES: dict[str, Rule] = {
+    "_softmax.default": SOFTMAX,
+    "_log_softmax.default": SOFTMAX,
+    "_softmax_backward_data.default": SOFTMAX_BACKWARD,
+    "_log_softmax_backward_data.default": SOFTMAX_BACKWARD,
+    "native_layer_norm.default": LAYER_NORM,
+    "native_layer_norm_backward.default": LAYER_NORM_BACKWARD,
+    "_fused_rms_norm.default": LAYER_NORM,
+    "_fused_rms_norm_backward.default": LAYER_NORM_BACKWARD,
+    "native_group_norm.default": Rule(group_norm_lines, local_args=group_norm_args),
+    "native_group_norm_backward.default": Rule(group_norm_backward_lines, local_args=group_norm_args),
+}
