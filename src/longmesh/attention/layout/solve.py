@@ -16,6 +16,9 @@ work of a stretch is first taken as spread evenly over its tokens, which gives p
 `rebalance` lets the owner of the keys compute where the owner of the queries has too much. The dearer
 a query is to move, against a key, the less evenly the work is spread to begin with.
 
+A plain contiguous cut, rebalanced, is tried too, and taken if it is even and receives less: for a
+window, and for one long causal sequence, where no stretch is short enough to fill with.
+
 Integers, stable sorts, and bisections over exact areas: the same cut on every rank and every run.
 """
 
@@ -25,7 +28,9 @@ import numpy as np
 
 from longmesh.attention.layout.base import Layout, Ownership, Workload, collect, even_bounds
 from longmesh.attention.layout.components import components
+from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.rebalance import rebalance
+from longmesh.attention.layout.traffic import busiest_and_received
 from longmesh.attention.mask.slices import keys_per_query
 
 Array = np.ndarray
@@ -34,6 +39,7 @@ Span = tuple[int, int]
 TOLERANCE = 0.1  # of a rank's share, that placing may miss it by; rebalancing is finer
 LARGE = 0.3  # of a rank's share: smaller stretches stay as they are
 EVENNESS = 0.8  # how much of the work is spread evenly if a query costs as much as a key
+EVEN = 0.02  # of the mean area, that the busiest rank may have more and still pass for even
 COMPANIONS = 24  # the largest stretches that are tried as companions of the largest
 COMPLETIONS = 8  # the fullest sets of whole stretches that are completed by a tail
 
@@ -43,19 +49,29 @@ class Solve(Layout):
     follows_mask = True
 
     def assign(self, work: Workload, ranks: int) -> Ownership:
-        left = components(work.slices, work.seq_len)
-        prefix = _work_before(work, left, ranks)
-        bounds = even_bounds(work.seq_len, ranks)
-        owned: list[tuple[int, int, int]] = []
-        work_left = int(prefix[-1])
-        for rank in range(ranks):
-            room = bounds[rank + 1] - bounds[rank]
-            if room == 0:
-                continue
-            taken, left = Filling(prefix, left, room, work_left // (ranks - rank)).fill()
-            work_left -= sum(int(prefix[stop] - prefix[start]) for start, stop in taken)
-            owned += [(start, stop, rank) for start, stop in taken]
-        return rebalance(work.slices, collect(work.seq_len, ranks, owned), work.query_cost)
+        cuts = [_fill_ranks(work, ranks), Contiguous().assign(work, ranks)]
+        cuts = [rebalance(work.slices, cut, work.query_cost) for cut in cuts]
+        figures = [busiest_and_received(work.slices, cut, work.query_cost) for cut in cuts]
+        if figures[1][0] <= max(figures[0][0], 1 + EVEN) and figures[1][1] < figures[0][1]:
+            return cuts[1]
+        return cuts[0]
+
+
+def _fill_ranks(work: Workload, ranks: int) -> Ownership:
+    """Rank after rank gets its tokens and its share of the work that is left."""
+    left = components(work.slices, work.seq_len)
+    prefix = _work_before(work, left, ranks)
+    bounds = even_bounds(work.seq_len, ranks)
+    owned: list[tuple[int, int, int]] = []
+    work_left = int(prefix[-1])
+    for rank in range(ranks):
+        room = bounds[rank + 1] - bounds[rank]
+        if room == 0:
+            continue
+        taken, left = Filling(prefix, left, room, work_left // (ranks - rank)).fill()
+        work_left -= sum(int(prefix[stop] - prefix[start]) for start, stop in taken)
+        owned += [(start, stop, rank) for start, stop in taken]
+    return collect(work.seq_len, ranks, owned)
 
 
 def _work_before(work: Workload, stretches: Array, ranks: int) -> Array:

@@ -26,7 +26,7 @@ class CostModel:
 
 
 def cost_us(plan: AttentionPlan, model: CostModel | None = None) -> float:
-    """Estimated time of a forward pass: that of the slowest rank in every stage."""
+    """Estimated time of a forward pass: that of the slowest rank."""
     model = model or CostModel()
     return sum(_row_cost(plan, row, model) for row in plan.rows)
 
@@ -45,11 +45,9 @@ def _row_cost(plan: AttentionPlan, row: RowPlan, model: CostModel) -> float:
     away = s.queries[:, STOP] - s.queries[:, START]
     query = plan.num_heads * plan.head_dim * plan.dtype_bytes * share / model.bytes_per_us
     np.add.at(bring[:, min(1, shape[1] - 1)], s.queries[:, RANK], away * query)
-    # A stage ends for all at once: nobody gets the next buffer before its sender is there.
-    stages = np.maximum(compute[:, :-1], bring[:, 1:]).max(axis=0).sum()
-    busiest = compute.sum(axis=1).max()
-    extra = _swap_us(plan, model) if row.shares else 0.0
-    return float(max(stages, busiest)) + extra
+    # Transfers go on while a rank computes, so a rank waits for bytes, never for another's kernels.
+    slowest = np.maximum(compute[:, :-1], bring[:, 1:]).sum(axis=1).max()
+    return float(slowest) + (_swap_us(plan, model) if row.shares else 0.0)
 
 
 def _swap_us(plan: AttentionPlan, model: CostModel) -> float:

@@ -1,0 +1,23 @@
+"""What a cut costs: the busiest rank's area, and all that is received, in keys' worth of bytes."""
+
+import numpy as np
+
+from longmesh.attention.exchange.fragment import OWNER, RANK, START, STOP
+from longmesh.attention.layout.base import Ownership
+from longmesh.attention.mask.slices import K0, K1, area
+from longmesh.attention.plan.schedule import WHO, needed, remote_queries, rows_by_rank
+
+
+def busiest_and_received(slices: np.ndarray, owned: Ownership, query_cost: float) -> tuple[float, float]:
+    """(area of the busiest rank over the mean, tokens that a sparse exchange brings to all ranks)."""
+    rows = rows_by_rank(slices, owned)
+    load = np.bincount(rows[:, WHO], weights=area(rows), minlength=owned.num_ranks)
+    keys = needed(rows[:, WHO], rows[:, K0], rows[:, K1], owned)
+    keys = keys[keys[:, RANK] != keys[:, OWNER]]
+    queries = remote_queries(rows, owned)
+    received = _tokens(keys) + query_cost * _tokens(queries)
+    return float(load.max() / max(load.mean(), 1e-9)), received
+
+
+def _tokens(fragments: np.ndarray) -> float:
+    return float((fragments[:, STOP] - fragments[:, START]).sum())
