@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -122,7 +123,8 @@ def reference(qkv, blocks, score: Score, where: Coordinates, dout: Tensor, sinks
     if sinks is not None:
         wanted.append(sinks)
     wanted += captured_tensors(score.score_mod)
-    out = dense(*leaves, blocks, score, where, sinks)
+    q, k, v = leaves
+    out = dense(q, k, v, blocks, score, where, sinks)
     grads = torch.autograd.grad(out, wanted, dout.double(), allow_unused=True, materialize_grads=True)
     return [out.detach(), *grads]
 
@@ -154,11 +156,11 @@ def covers(draw) -> tuple[list[Block], int, int]:
     q_cuts = sorted({0, S, *draw(st.lists(st.integers(0, S), max_size=3))})
     k_cuts = sorted({0, K, *draw(st.lists(st.integers(0, K), max_size=3))})
     blocks = []
-    for q0, q1 in zip(q_cuts, q_cuts[1:], strict=False):
-        for k0, k1 in zip(k_cuts, k_cuts[1:], strict=False):
+    for q0, q1 in pairwise(q_cuts):
+        for k0, k1 in pairwise(k_cuts):
             cuts = sorted(draw(st.lists(st.integers(k0 - q1 - 3, k1 - q0 + 3), max_size=3, unique=True)))
             edges = [-UNBOUNDED, *cuts, UNBOUNDED]
-            for lo, hi in zip(edges, edges[1:], strict=False):
+            for lo, hi in pairwise(edges):
                 if draw(st.booleans()):
                     blocks.append(Block(q0, q1, k0, k1, lo, hi if hi == UNBOUNDED else hi - 1))
     return blocks, S, K

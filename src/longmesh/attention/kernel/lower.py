@@ -12,9 +12,10 @@ cut in strips of rows, each with only the keys that some row of it sees:
 Equal strips that advance by a constant step become one call over a strided view; small tiles of
 similar size (short documents) become one call over a padded copy.
 
-Measured on the CPU kernel, per (row, key) pair: 30 ns from 192 rows up, 35 at 128, 40 at 64; a mask
-tensor adds 3-5 %, so strips with a mask beat triangles that have to be merged; causal mode skips
-keys by 512, so it pays only for long triangles. The pitfall: a call must never have a row that sees
+Measured on the CPU kernel, per (row, key) pair of 8 heads: 30 ns from 192 rows up, 35 at 128, 40 at
+64; a mask tensor adds 3-5 %, so strips with a mask beat triangles that have to be merged; causal mode
+skips keys by 512, so it pays only for long triangles; padding pays only for tiles so short that the
+call itself costs more. The pitfall: a call must never have a row that sees
 no key (the kernel reports lse 0 for it), hence `trim`.
 """
 
@@ -33,8 +34,9 @@ class Tiling(NamedTuple):
     rows: int = 192  # rows of a strip
     narrow_rows: int = 128  # rows of a strip of a band narrower than `narrow_rows * 2`
     widest_mask: int = 2560  # keys up to which one mask over the whole strip beats cutting off its edges
-    small_rows: int = 128  # tiles with fewer rows than this (and twice the keys) are padded and batched
-    pad: int = 16  # to multiples of this
+    widest_triangle: int = 896  # keys up to which strips beat the kernel's causal mode
+    small_rows: int = 32  # tiles with fewer rows than this (and twice the keys) are padded and batched
+    pad: int = 8  # to multiples of this
     batch_keys: int = 1 << 14  # key rows one batched call may touch: bounds its temporary memory
     mask_elements: int = 1 << 20  # elements of a mask that a function is asked for at a time
 
@@ -110,8 +112,8 @@ def cut(block: Block, tiling: Tiling) -> list[Tile]:
         return _strips(tile, max(1, tiling.mask_elements // tile.keys))
     if not (left or right):
         return [tile]
-    if right and not left and tile.keys > tiling.widest_mask:
-        return _rectangle_and_triangle(tile)
+    if right and not left and tile.keys > tiling.widest_triangle:
+        return _rectangle_and_triangle(tile, tiling)
     width = tile.hi - tile.lo if left and right else tile.keys
     rows = tiling.narrow_rows if width < 2 * tiling.narrow_rows else tiling.rows
     if width <= tiling.widest_mask:
@@ -136,11 +138,13 @@ def _strips(tile: Tile, rows: int) -> list[Tile]:
     return [t for q in starts for t in as_tile(_block(tile, q, min(q + step, end), tile.k, k_end))]
 
 
-def _rectangle_and_triangle(tile: Tile) -> list[Tile]:
-    """A wide tile with a right edge: what all rows see, then the triangle in causal mode."""
-    split = tile.k + max(0, tile.hi)
-    full = as_tile(_block(tile, tile.q, tile.q + tile.rows, tile.k, split))
-    return full + as_tile(_block(tile, tile.q, tile.q + tile.rows, split, tile.k + tile.keys))
+def _rectangle_and_triangle(tile: Tile, tiling: Tiling) -> list[Tile]:
+    """A wide tile with a right edge: what all rows see, and the triangle (causal mode if it is long too)."""
+    if tile.hi == 0:
+        return [tile]
+    split, end = tile.k + tile.hi, tile.q + tile.rows
+    full = as_tile(_block(tile, tile.q, end, tile.k, split))
+    return full + cut(_block(tile, tile.q, end, split, tile.k + tile.keys), tiling)
 
 
 def _edges_apart(strip: Tile) -> list[Tile]:

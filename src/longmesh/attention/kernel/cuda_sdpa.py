@@ -1,0 +1,168 @@
+"""The CUDA kernels of torch: flash, memory-efficient, cuDNN. NEVER RUN where this was written.
+
+Shapes: N tiles of a call, X heads with the batch folded in, L and M rows and keys of a tile, D head dim.
+
+There was no GPU: each call is checked against the op's schema and fake kernel only. What their
+documentation and sources say, and the code relies on:
+- flash takes bands itself, as windows aligned to the *bottom right* corner; (N, L, X, D) layout;
+  head dims that are multiples of 8; shares key/value heads among query heads; no mask tensor;
+- efficient and cuDNN align causal to the top left and take a mask tensor, whose rows must be
+  aligned; efficient has one key/value head per query head, and pads lse to multiples of 32 rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longmesh.attention.block import UNBOUNDED
+from longmesh.attention.kernel.base import Need
+from longmesh.attention.kernel.lower import Tiling
+from longmesh.attention.kernel.tiled import Shape, TiledKernel
+
+_aten = torch.ops.aten
+_EVERYTHING = 1 << 40
+_BANDS = Tiling(
+    rows=_EVERYTHING, narrow_rows=1, widest_mask=_EVERYTHING, widest_triangle=_EVERYTHING, small_rows=0
+)
+_MASKS = Tiling(rows=1024, narrow_rows=512, widest_mask=8192, widest_triangle=0, small_rows=128, pad=32)
+
+
+def _refuses_device(need: Need, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    if need.device != "cuda":
+        return f"runs on cuda, not on {need.device}"
+    if need.dtype not in dtypes:
+        return f"takes {', '.join(str(d).removeprefix('torch.') for d in dtypes)}, not {need.dtype}"
+    return None
+
+
+class CudaFlash(TiledKernel):
+    """FlashAttention: one call per block, its band as a window."""
+
+    name = "cuda_flash"
+    tiling = _BANDS
+    takes_bands = True
+    pad_head_dim_to = 8
+
+    def refuses(self, need: Need) -> str | None:
+        why = _refuses_device(need, (torch.bfloat16, torch.float16))
+        if why is None and max(need.head_dim, need.v_head_dim) > 256:
+            why = f"takes head dims up to 256, not {max(need.head_dim, need.v_head_dim)}"
+        if why is None and (need.elementwise or need.bias):
+            why = "has no mask tensor, which a mask_mod or a bias needs"
+        return why or self.refuses_scores(need)
+
+    def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        L, M = q_NXLD.shape[2], k_NXMD.shape[2]
+        q, k, v = (t.transpose(1, 2) for t in (q_NXLD, k_NXMD, v_NXMD))
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, None, None, L, M, 0.0, False, False, scale=shape.scale, **_window(shape, L, M)
+        )
+        return out.transpose(1, 2), lse
+
+    def differentiate(
+        self, dout_NXLD: Tensor, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, out_NXLD: Tensor, lse_NXL: Tensor,
+        shape: Shape,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        L, M = q_NXLD.shape[2], k_NXMD.shape[2]
+        rows = [t.transpose(1, 2) for t in (dout_NXLD, q_NXLD, k_NXMD, v_NXMD, out_NXLD)]
+        random_state = torch.zeros(2, dtype=torch.uint64, device=q_NXLD.device)  # unread without dropout
+        dq, dk, dv = _aten._flash_attention_backward(
+            *rows, lse_NXL.contiguous(), None, None, L, M, 0.0, False, random_state, random_state[:0],
+            scale=shape.scale, **_window(shape, L, M),
+        )  # fmt: skip
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _window(shape: Shape, rows: int, keys: int) -> dict[str, int | None]:
+    """The band as distances from the diagonal that ends in the bottom right corner; None: unbounded.
+
+    A trimmed tile's first row sees its first key and its last row its last key, so neither is negative.
+    """
+    corner = keys - rows
+    return {
+        "window_size_left": None if shape.lo == -UNBOUNDED else corner - shape.lo,
+        "window_size_right": None if shape.hi == UNBOUNDED else shape.hi - corner,
+    }
+
+
+class CudaEfficient(TiledKernel):
+    """Memory-efficient attention: masks and biases as a tensor, fp32 too."""
+
+    name = "cuda_efficient"
+    tiling = _MASKS
+    pad_head_dim_to = 8
+
+    def refuses(self, need: Need) -> str | None:
+        why = _refuses_device(need, (torch.float32, torch.bfloat16, torch.float16))
+        return why or self.refuses_scores(need)
+
+    def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            q_NXLD, k, v, _aligned(shape.mask, q_NXLD), True, 0.0, shape.causal, scale=shape.scale
+        )
+        return out, lse[:, :, : q_NXLD.shape[2]]
+
+    def differentiate(
+        self, dout_NXLD: Tensor, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, out_NXLD: Tensor, lse_NXL: Tensor,
+        shape: Shape,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)
+        lse = F.pad(lse_NXL, (0, -lse_NXL.shape[2] % 32), value=torch.inf)
+        unread = torch.zeros((), dtype=torch.int64, device=q_NXLD.device)  # the dropout state
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            dout_NXLD, q_NXLD, k, v, _aligned(shape.mask, q_NXLD), out_NXLD, lse, unread, unread, 0.0,
+            [True, True, True, False], shape.causal, scale=shape.scale,
+        )  # fmt: skip
+        heads = k_NXMD.shape[1]
+        return dq, dk.unflatten(1, (heads, -1)).sum(2), dv.unflatten(1, (heads, -1)).sum(2)
+
+
+def _one_per_head(q_NXLD: Tensor, *kv_NXMD: Tensor) -> list[Tensor]:
+    return [t.repeat_interleave(q_NXLD.shape[1] // t.shape[1], dim=1) for t in kv_NXMD]
+
+
+def _aligned(mask_NXLM: Tensor | None, q_NXLD: Tensor) -> Tensor | None:
+    """The mask expanded to every tile and head, its rows starting at multiples of 8 elements."""
+    if mask_NXLM is None:
+        return None
+    keys = mask_NXLM.shape[-1]
+    mask = F.pad(mask_NXLM, (0, -keys % 8))[..., :keys]
+    return mask.expand(q_NXLD.shape[0], q_NXLD.shape[1], -1, -1)
+
+
+class CudaCudnn(TiledKernel):
+    """cuDNN's fused attention: masks as a tensor, shared key/value heads."""
+
+    name = "cuda_cudnn"
+    tiling = _MASKS
+    pad_head_dim_to = 8
+
+    def refuses(self, need: Need) -> str | None:
+        why = _refuses_device(need, (torch.bfloat16, torch.float16))
+        if why is None and max(need.head_dim, need.v_head_dim) > 128:
+            why = f"takes head dims up to 128, not {max(need.head_dim, need.v_head_dim)}"
+        return why or self.refuses_scores(need)
+
+    def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q_NXLD, k, v, _aligned(shape.mask, q_NXLD), True, 0.0, shape.causal, False, scale=shape.scale
+        )
+        return out, lse.reshape(q_NXLD.shape[:3])
+
+    def differentiate(
+        self, dout_NXLD: Tensor, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, out_NXLD: Tensor, lse_NXL: Tensor,
+        shape: Shape,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        L, M = q_NXLD.shape[2], k_NXMD.shape[2]
+        k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)
+        unread = torch.zeros((), dtype=torch.int64, device=q_NXLD.device)  # the dropout state
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+            dout_NXLD, q_NXLD, k, v, out_NXLD, lse_NXL.unsqueeze(-1).contiguous(), unread, unread,
+            _aligned(shape.mask, q_NXLD), None, None, L, M, 0.0, shape.causal, scale=shape.scale,
+        )  # fmt: skip
+        heads = k_NXMD.shape[1]
+        return dq, dk.unflatten(1, (heads, -1)).sum(2), dv.unflatten(1, (heads, -1)).sum(2)

@@ -1,0 +1,198 @@
+"""What the fused kernels share: the loop over lowered calls, reading tiles and merging or adding results.
+
+Shapes: B batch, H query heads, G key/value heads, X heads with the batch folded in, S query rows,
+K key rows, N tiles of a call, L and M rows and keys of a tile, D head dim (of q and k; E of v).
+
+A fused kernel is two functions on the tiles of one call, `attend` and `differentiate`, and a tiling.
+Batch and heads are folded into one dim, so that the batch dim is free for tiles; query head x uses
+key/value head ``x // (H / G)`` after folding just as before. The pitfalls handled here for all of
+them: no call is ever empty, the narrower of q's and v's head dim is padded with zeros, and a row
+whose mask hides everything gets lse -inf whatever the kernel says.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longmesh.attention.block import Block
+from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score
+from longmesh.attention.kernel.batch import (
+    add_tiles_,
+    band_mask,
+    fold_heads,
+    fold_view,
+    merge_tiles_,
+    read_tiles,
+)
+from longmesh.attention.kernel.lower import Call, Tiling, lower
+from longmesh.attention.kernel.scores import additive_mask
+from longmesh.attention.merge import Partial, accumulate_dtype, empty_partial
+
+
+class Shape(NamedTuple):
+    """How one fused call is masked: causal (top left aligned), or by a band, or by a mask tensor, or not."""
+
+    causal: bool
+    lo: int
+    hi: int
+    mask: Tensor | None  # (N or 1, X or 1, L, M), additive
+    scale: float
+
+
+class TiledKernel(Kernel):
+    """A fused kernel: subclasses say how tiles are cut, in which dtype they compute, and call the two ops."""
+
+    tiling: Tiling
+    takes_bands: bool = False  # whether `attend` masks by lo and hi itself
+    pad_head_dim_to: int = 1
+
+    @abstractmethod
+    def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        """The output (N, X, L, D) and the log-sum-exp (N, X, L) of the tiles."""
+
+    @abstractmethod
+    def differentiate(
+        self, dout_NXLD: Tensor, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, out_NXLD: Tensor, lse_NXL: Tensor,
+        shape: Shape,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The gradients of q, k and v of the tiles, given the final output and log-sum-exp of their rows."""
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def refuses_scores(self, need: Need) -> str | None:
+        """Why no fused kernel can make these scores; None if it can."""
+        if need.score_mod:
+            return "has no score_mod"
+        if need.dropout:
+            return "has no dropout that is independent of the layout"
+        if need.bias_grad:
+            return "has no gradient for a bias"
+        return None
+
+    def forward(
+        self,
+        q_BHSD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        blocks: Sequence[Block],
+        score: Score,
+        where: Coordinates,
+        state: Partial | None = None,
+    ) -> Partial:
+        B, H, S, D = q_BHSD.shape
+        E, fresh = v_BGKE.shape[-1], state is None
+        q, k, v = self._operands(q_BHSD, k_BGKD, v_BGKE)
+        calls = self._calls(blocks, score)
+        shapes = _Shapes(score, where, (B, H), q, score.scale_for(D), self.takes_bands)
+        whole = fresh and len(calls) == 1 and calls[0].q_starts == (0,) and calls[0].rows == S
+        if not whole:
+            state = empty_partial(q_BHSD, E) if state is None else state
+        for call in calls:
+            rows, keys = _sizes(call)
+            q_t = read_tiles(q, call.q_starts, call.rows, rows)
+            k_t, v_t = (read_tiles(t, call.k_starts, call.keys, keys) for t in (k, v))
+            shape = shapes.of(call)
+            out, lse = self.attend(q_t, k_t, v_t, shape)
+            if call.elementwise and shape.mask is not None:
+                lse = lse.masked_fill((shape.mask == -torch.inf).all(-1), -torch.inf)
+            if state is None:  # one call for all rows: its result is the state
+                dtype = accumulate_dtype(q_BHSD.dtype)
+                return Partial(*(t[0].unflatten(0, (B, H)).to(dtype) for t in (out[..., :E], lse)))
+            folded = fold_view(state.out_BHSD), fold_view(state.lse_BHS)
+            merge_tiles_(*folded, out[..., :E], lse, call.q_starts, rows, first=fresh and call.first)
+        assert state is not None
+        return state
+
+    def backward(
+        self,
+        q_BHSD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        blocks: Sequence[Block],
+        score: Score,
+        where: Coordinates,
+        final: Final,
+        gradients: Gradients,
+    ) -> None:
+        calls = self._calls(blocks, score)
+        if not calls:
+            return
+        B, H, _, D = q_BHSD.shape
+        E = v_BGKE.shape[-1]
+        q, k, v = self._operands(q_BHSD, k_BGKD, v_BGKE)
+        out, dout = (_operand(t, q.shape[-1], q.dtype) for t in (final.out_BHSE, final.dout_BHSE))
+        lse_XS = final.lse_BHS.flatten(0, 1)
+        dq, dk, dv = (fold_view(g) for g in (gradients.dq_BHSD, gradients.dk_BGKD, gradients.dv_BGKE))
+        shapes = _Shapes(score, where, (B, H), q, score.scale_for(D), self.takes_bands)
+        for call in calls:
+            rows, keys = _sizes(call)
+            dout_t, q_t, out_t, lse_t = (
+                read_tiles(t, call.q_starts, call.rows, rows) for t in (dout, q, out, lse_XS)
+            )
+            k_t, v_t = (read_tiles(t, call.k_starts, call.keys, keys) for t in (k, v))
+            tiles = self.differentiate(dout_t, q_t, k_t, v_t, out_t, lse_t, shapes.of(call))
+            add_tiles_(dq, tiles[0][..., :D], call.q_starts, rows)
+            add_tiles_(dk, tiles[1][..., :D], call.k_starts, keys)
+            add_tiles_(dv, tiles[2][..., :E], call.k_starts, keys)
+
+    def _calls(self, blocks: Sequence[Block], score: Score) -> tuple[Call, ...]:
+        """The lowered blocks. A bias differs from tile to tile, so its blocks are asked for one by one."""
+        if score.bias is not None:
+            blocks = [block._replace(elementwise=True) for block in blocks]
+        return lower(tuple(blocks), self.tiling)
+
+    def _operands(self, q_BHSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> list[Tensor]:
+        """Folded to (X, rows, dim), in the dtype of the kernel, and padded to one head dim."""
+        width = max(q_BHSD.shape[-1], v_BGKE.shape[-1])
+        width = -(-width // self.pad_head_dim_to) * self.pad_head_dim_to
+        return [_operand(t, width, self.compute_dtype(t.dtype)) for t in (q_BHSD, k_BGKD, v_BGKE)]
+
+
+def _operand(tensor_BHSD: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    folded = fold_heads(tensor_BHSD.detach()).to(dtype)
+    return F.pad(folded, (0, width - folded.shape[-1])) if folded.shape[-1] < width else folded
+
+
+def _sizes(call: Call) -> tuple[list[int] | None, list[int] | None]:
+    if call.sizes is None:
+        return None, None
+    return [rows for rows, _ in call.sizes], [keys for _, keys in call.sizes]
+
+
+class _Shapes:
+    """The masks of one stage's calls; equal strips share one tensor."""
+
+    def __init__(
+        self,
+        score: Score,
+        where: Coordinates,
+        heads: tuple[int, int],
+        like: Tensor,
+        scale: float,
+        bands: bool,
+    ) -> None:
+        self._score, self._where, self._heads, self._like = score, where, heads, like
+        self._scale, self._takes_bands = scale, bands
+        self._masks: dict[tuple, Tensor] = {}
+
+    def of(self, call: Call) -> Shape:
+        return Shape(call.causal, call.lo, call.hi, self._mask(call), self._scale)
+
+    def _mask(self, call: Call) -> Tensor | None:
+        if call.elementwise:
+            mask = additive_mask(call, self._score, self._where, self._heads, self._like)
+            return mask.expand(1, -1, call.rows, call.keys)
+        if call.causal or (call.sizes is None and (call.full or self._takes_bands)):
+            return None
+        key = call[:4] + (call.sizes,)
+        if key not in self._masks:
+            args = (_sizes(call)[1], self._like.dtype, self._like.device)
+            self._masks[key] = band_mask(call.rows, call.keys, call.lo, call.hi, *args)
+        return self._masks[key].expand(len(call.q_starts), 1, call.rows, call.keys)
