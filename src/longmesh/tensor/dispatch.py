@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._mode_utils import no_dispatch
 
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
@@ -86,7 +88,11 @@ class Dispatcher:
         if plan.functional is not None:
             return write_back(func, plan.functional, args, kwargs)
         if plan.decomposition is not None:
-            return plan.decomposition(*args, **kwargs)
+            token = _decomposing.set(True)
+            try:
+                return plan.decomposition(*args, **kwargs)
+            finally:
+                _decomposing.reset(token)
         return self.replicate(func, args, kwargs)
 
     def replicate(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,6 +116,8 @@ class Dispatcher:
         return map_tensors(lambda t: DTensor(t, mesh, whole, t.shape, t.stride()), result)
 
 
+_decomposing: ContextVar[bool] = ContextVar("longmesh_decomposing", default=False)
+
 _PLAIN = object()
 _SYMBOLIC = object()
 
@@ -127,10 +135,7 @@ def _describe(values: tuple[Any, ...] | list[Any], parts: list[Any], held: Held 
             if held is None:
                 held = own
             elif own.comm is not held.comm and own.mesh != held.mesh:
-                raise LongmeshError(
-                    f"one op on tensors of two meshes: {held.mesh} and {own.mesh}; bring them onto one mesh first "
-                    "(full_tensor(), then distribute_tensor())"
-                )
+                parts.append(_PLAIN)
         elif kind in _NUMBERS:
             parts.append(kind)
             parts.append(value)
@@ -191,6 +196,12 @@ def write_back(
     else:
         targets = [args[0]]
     result = functional(*args, **kwargs)
+    if torch.Tag.inplace_view in func.tags:
+        with no_dispatch():
+            func(*args, **kwargs)  # the wrapper's own sizes and strides
+        target = args[0]
+        target._local_tensor, target._held = result._local_tensor, result._held
+        return target
     results = result if isinstance(result, (tuple, list)) else [result]
     for target, value in zip(targets, results, strict=False):
         if target.shape != value.shape:
@@ -208,16 +219,33 @@ def first_mesh(args: Any, kwargs: Any) -> DeviceMesh:
     return found[0]
 
 
+def common_mesh(args: Any, kwargs: Any) -> DeviceMesh:
+    """The mesh an op runs on: of its first tensor that is no scalar; of scalars only, the smallest, since what is
+    equal on the ranks of a mesh is equal on a part of them."""
+    tensors = [t for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)]
+    for tensor in tensors:
+        if tensor.ndim:
+            return tensor._mesh
+    return min((t._mesh for t in tensors), key=lambda mesh: mesh.size())
+
+
 def replicate_plain(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Take plain operands that must be equal on all ranks as replicated."""
-    mesh = first_mesh(args, kwargs)
+    """Take plain operands that must be equal on all ranks as replicated, and scalars of other meshes too."""
+    mesh = common_mesh(args, kwargs)
     whole = Layout.replicated(mesh)
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
-            return tensor
+            if tensor._mesh is mesh or tensor._mesh == mesh:
+                return tensor
+            if tensor.ndim:
+                raise LongmeshError(
+                    f"one op on tensors of two meshes: {mesh} and {tensor._mesh}; bring them onto one mesh first "
+                    "(full_tensor(), then distribute_tensor())"
+                )
+            tensor = move(tensor, Layout.replicated(tensor._layout.mesh))._local_tensor
         if not _is_equal_everywhere(tensor):
             shapes = ", ".join(_show(t) for t in all_tensors((args, kwargs)))
             raise LongmeshError(
@@ -230,8 +258,13 @@ def replicate_plain(
 
 
 def _is_equal_everywhere(tensor: torch.Tensor) -> bool:
-    """Scalars, also expanded ones, indices and masks; in a backward also constants: its formulas fill tensors."""
-    if not tensor.ndim or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+    """Scalars, also expanded ones, indices and masks; in a backward also constants: its formulas fill tensors.
+
+    A decomposition computes from global values, so what it makes is the same on every rank.
+    """
+    if tensor.numel() <= 1 or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        return True
+    if _decomposing.get():
         return True
     if tensor.numel() > 1 and all(
         step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
