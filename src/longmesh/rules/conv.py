@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from longmesh.rules import spatial
 from longmesh.rules.rule import AxisRule, LocalView, Meta, OpCall, OutMeta, P, R, Rule, S, contiguous, line
 from longmesh.rules.window import transposed_size, window_size
 from longmesh.spec import Partial, Placement
@@ -174,6 +175,7 @@ def nothing_backward(
 
 
 RULES: dict[str, Rule] = {
+    **spatial.RULES,
     "convolution.default": Rule(forward_lines, forward_meta, local_arguments, local_op),
     "convolution_backward.default": Rule(backward_lines, None, local_arguments, local_op),
 }

@@ -1,0 +1,77 @@
+"""Linear algebra and Fourier transforms on real ranks, values and gradients."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from longmesh import Shard, distribute_tensor
+from longmesh.testing import RankError
+from support.op_check import compare_op
+
+linalg, fft = torch.linalg, torch.fft
+
+
+def spd(x):
+    return x @ x.mT + 3 * torch.eye(3, dtype=x.dtype)
+
+
+def matrices(*shape):
+    torch.manual_seed(1)
+    return torch.randn(*(shape or (5, 3, 3)), dtype=torch.float64)
+
+
+def positive(*shape):
+    return spd(matrices(*shape))
+
+
+def reconstructed(x):
+    u, s, v = linalg.svd(x, full_matrices=False)
+    return u @ torch.diag_embed(s) @ v
+
+
+CASES = {
+    "cholesky": (linalg.cholesky, [positive]),
+    "inv": (linalg.inv, [positive]),
+    "det": (linalg.det, [positive]),
+    "slogdet": (linalg.slogdet, [positive]),
+    "solve": (linalg.solve, [positive, lambda: matrices(5, 3, 2)]),
+    "triangular": (
+        lambda a, b: linalg.solve_triangular(a.triu(), b, upper=True),
+        [positive, lambda: matrices(5, 3, 2)],
+    ),
+    "eigvalsh": (linalg.eigvalsh, [positive]),
+    "svd": (reconstructed, [lambda: matrices(4, 3, 2)]),
+    "qr": (lambda x: linalg.qr(x)[1].abs(), [lambda: matrices(4, 3, 2)]),
+    "matrix_exp": (linalg.matrix_exp, [matrices]),
+    "cross": (lambda a, b: linalg.cross(a, b, dim=1), [matrices, matrices]),
+    "fft": (lambda x: fft.fft(x, dim=1).abs(), [matrices]),
+    "rfft2": (lambda x: fft.rfft2(x).abs(), [lambda: matrices(5, 3, 4)]),
+    "lstsq": (lambda a, b: linalg.lstsq(a, b)[0], [lambda: matrices(4, 3, 2), lambda: matrices(4, 3, 1)]),
+    "irfft": (lambda x: fft.irfft(fft.rfft(x, dim=0), n=5, dim=0), [matrices]),
+}
+
+
+def compared(mesh_shape):
+    found = []
+    for name, (fn, makers) in CASES.items():
+        trials = compare_op(fn, [make() for make in makers], mesh_shape, trials=2, partials=("sum",))
+        found += [f"{name}: {text}" for text in trials]
+    return found
+
+
+@pytest.mark.parametrize(("mesh_shape", "ranks"), [((3,), 3), ((2, 2), 4)])
+def test_linalg(pool, mesh_shape, ranks):
+    assert pool.run(compared, mesh_shape, ranks=ranks)[0] == []
+
+
+def singular():
+    whole = torch.eye(3).repeat(4, 1, 1)
+    whole[3] = 0
+    mesh = init_device_mesh("cpu", (4,))
+    linalg.inv(distribute_tensor(whole, mesh, [Shard(0)]))
+
+
+def test_a_singular_matrix_is_an_error_on_every_rank(pool):
+    with pytest.raises(RankError, match="singular") as error:
+        pool.run(singular, ranks=4)
+    assert len(error.value.failures) == 4
