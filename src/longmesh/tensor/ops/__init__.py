@@ -16,6 +16,7 @@ from longmesh.tensor.ops import (
     embedding,
     foreach,
     index,
+    linalg,
     loss,
     random,
     reduction,
@@ -35,6 +36,7 @@ HANDLERS: dict[OpOverload, Handler] = {
     **index.HANDLERS,
     **embedding.HANDLERS,
     **conv.HANDLERS,
+    **linalg.HANDLERS,
     **random.HANDLERS,
     **dropout.HANDLERS,
 }
