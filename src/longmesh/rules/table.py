@@ -10,7 +10,6 @@ from longmesh.rules import (
     conv,
     embedding,
     factory,
-    foreach,
     index,
     join,
     linalg,
@@ -28,7 +27,6 @@ from longmesh.rules.rule import Rule
 
 TABLE: dict[str, Rule] = {
     **pointwise_table.RULES,
-    **foreach.RULES,
     **factory.RULES,
     **matmul.RULES,
     **reduction.RULES,

@@ -15,6 +15,8 @@ from longmesh.tensor.ops import (
     dropout,
     embedding,
     foreach,
+    foreach_norm,
+    fused,
     index,
     linalg,
     loss,
@@ -28,6 +30,8 @@ from longmesh.tensor.ops import (
 HANDLERS: dict[OpOverload, Handler] = {
     **scalar.HANDLERS,
     **foreach.HANDLERS,
+    **foreach_norm.HANDLERS,
+    **fused.HANDLERS,
     **reduction.HANDLERS,
     **arg_reduction.HANDLERS,
     **softmax_norm.HANDLERS,

@@ -93,12 +93,6 @@ def log_sum_exp(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     return result.to(dtype)
 
 
-def norms(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """_foreach_norm: one norm each."""
-    given = bind(func, args, kwargs)
-    return [aten.linalg_vector_norm.default(x, given["ord"], dtype=given["dtype"]) for x in given["self"]]
-
-
 HANDLERS: dict[OpOverload, Handler] = {
     **dict.fromkeys(
         (aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction),
@@ -106,5 +100,4 @@ HANDLERS: dict[OpOverload, Handler] = {
     ),
     aten.linalg_vector_norm.default: vector_norm,
     aten.logsumexp.default: log_sum_exp,
-    aten._foreach_norm.Scalar: norms,
 }
