@@ -1,11 +1,13 @@
 """DTensor and its ops."""
 
+# First: the class and what works on it need each other, and this order lets them.
+from longmesh.tensor.dtensor import DTensor  # isort: skip
+
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach_types
 
 from longmesh.tensor.dispatch import dispatch as dispatcher
 from longmesh.tensor.distribute import distribute_module, distribute_tensor
-from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.factory import empty, full, ones, rand, randn, zeros
 from longmesh.tensor.ops import HANDLERS
 from longmesh.tensor.random import get_rng_state, manual_seed, set_rng_state

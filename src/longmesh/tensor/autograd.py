@@ -20,6 +20,7 @@ from longmesh.errors import LongmeshError
 from longmesh.plan import plan_redistribute
 from longmesh.spec import Layout, Partial, Placement, Replicate
 from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.mask_buffer import settled_layout
 from longmesh.tensor.meta import even_global_shape, global_stride
 
 
@@ -74,6 +75,10 @@ def move(
     tensor: DTensor, layout: Layout, *, async_op: bool = False, dtype: torch.dtype | None = None
 ) -> DTensor:
     """Redistribute without autograd. Collective."""
+    if tensor._lookup is not None:
+        if tensor._layout is layout and dtype is None:
+            return tensor
+        settle_lookup(tensor)
     local = tensor._local_tensor
     if dtype is not None:
         local = local.to(dtype)
@@ -82,6 +87,20 @@ def move(
         plan = plan_redistribute(source, layout, shape=tensor.shape, itemsize=local.element_size())
         local = run_plan(plan, local, comm_of(tensor._mesh), async_op=async_op)
     return DTensor(local, tensor._mesh, layout, tensor.shape, global_stride(tensor.shape, local))
+
+
+def settle_lookup(tensor: DTensor) -> None:
+    """Apply the mask of a pending lookup and give it back: the tensor becomes a plain pending sum, the same value.
+
+    The local tensor is copied first where others may share it (a detached alias has a reference of its own).
+    """
+    lookup = tensor._lookup
+    assert lookup is not None and lookup.buffer is not None
+    shared = lookup.buffer.refcount > 1
+    tensor._local_tensor = lookup.buffer.apply_mask(tensor._local_tensor.clone() if shared else tensor._local_tensor)
+    tensor._layout = settled_layout(tensor._layout)
+    tensor._lookup = None
+    lookup.release()
 
 
 def check_differentiable(placement: Placement, caller: str) -> None:

@@ -44,19 +44,23 @@ class Dispatcher:
 
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handler = self.handlers.get(func)
-        if handler is not None:
-            return handler(func, args, kwargs)
-        return self.run(func, args, kwargs)
+        if handler is None:
+            return self.run(func, args, kwargs)
+        result = handler(func, args, kwargs)
+        log = watched.get()
+        if log is not None and (not log or log[-1][1] is not result):
+            log.append((None, result))  # it did more than hand on what one op gave
+        return result
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run by rule, decomposition or replication, without looking for a handler."""
         parts: list[Any] = [func]
-        held = _describe(args, parts, None)
+        held = describe(args, parts, None)
         if kwargs:
             for name, value in kwargs.items():
                 parts.append(name)
-                held = _describe((value,), parts, held)
-        if held is None or _PLAIN in parts:
+                held = describe((value,), parts, held)
+        if held is None or PLAIN in parts:
             args, kwargs = replicate_plain(func, args, kwargs)
             return self.run(func, args, kwargs)
         key = tuple(parts)
@@ -67,7 +71,7 @@ class Dispatcher:
         else:
             if plan is None:
                 plan = make_plan(func, args, kwargs, held.comm)
-                if _SYMBOLIC not in parts:
+                if SYMBOLIC not in parts:
                     self.plans[key] = plan
         if plan.local_call is None:
             return self._without_rule(plan, func, args, kwargs)
@@ -75,12 +79,17 @@ class Dispatcher:
             result = plan.local_call(*[a._local_tensor if type(a) is DTensor else a for a in args])
         else:
             result = _call_locally(plan, args, kwargs)
-        if plan.written is not None:
-            return args[plan.written]
         output = plan.single
-        if output is not None:
-            return wrap(result, output, held.mesh)
-        return wrap_all(result, plan.outputs, held.mesh)
+        if plan.written is not None:
+            result = args[plan.written]
+        elif output is not None:
+            result = wrap(result, output, held.mesh)
+        else:
+            result = wrap_all(result, plan.outputs, held.mesh)
+        log = watched.get()
+        if log is not None:
+            log.append((plan, result))
+        return result
 
     def _without_rule(
         self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -118,11 +127,14 @@ class Dispatcher:
 
 _decomposing: ContextVar[bool] = ContextVar("longmesh_decomposing", default=False)
 
-_PLAIN = object()
-_SYMBOLIC = object()
+# The ops that ran since somebody began to watch: each with its plan, or None if it went another way.
+watched: ContextVar[list[tuple[OpPlan | None, Any]] | None] = ContextVar("longmesh_watched_ops", default=None)
+
+PLAIN = object()
+SYMBOLIC = object()
 
 
-def _describe(values: tuple[Any, ...] | list[Any], parts: list[Any], held: Held | None) -> Held | None:
+def describe(values: tuple[Any, ...] | list[Any], parts: list[Any], held: Held | None) -> Held | None:
     """Append to `parts` what a plan depends on: how tensors are held, values of the rest. Returns the first
     tensor's `Held`."""
     for value in values:
@@ -131,19 +143,22 @@ def _describe(values: tuple[Any, ...] | list[Any], parts: list[Any], held: Held 
             own = value._held
             parts.append(own)
             if own.is_symbolic:
-                parts.append(_SYMBOLIC)
+                parts.append(SYMBOLIC)
             if held is None:
                 held = own
             elif own.comm is not held.comm and own.mesh != held.mesh:
-                parts.append(_PLAIN)
+                parts.append(PLAIN)
         elif kind in _NUMBERS:
             parts.append(kind)
             parts.append(value)
         elif kind is list or kind is tuple:
             parts.append(len(value))
-            held = _describe(value, parts, held)
+            held = describe(value, parts, held)
+        elif kind is slice:
+            parts.append(slice)
+            held = describe((value.start, value.stop, value.step), parts, held)
         elif isinstance(value, torch.Tensor):
-            parts.append(_PLAIN)
+            parts.append(PLAIN)
         else:
             parts.append(value)
     return held

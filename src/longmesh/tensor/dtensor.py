@@ -32,11 +32,15 @@ from longmesh.spec import (
 )
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.held import Held, hold
+from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
+from longmesh.tensor.view_route import check_view
 
 ShardOrderLike = Iterable[tuple[int, Sequence[int]]]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+is_compiling = torch.compiler.is_compiling
 
 
 class DTensor(torch.Tensor):
@@ -46,9 +50,17 @@ class DTensor(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _held: Held
+    # The mask of a pending lookup (a MaskPartial layout); few tensors have one, so it is no slot.
+    _lookup: PendingLookup | None = None
 
-    # Ops run in __torch_dispatch__ below autograd; no Python runs above it.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with _NoTorchFunction():
+            if is_compiling():
+                return func(*args, **(kwargs or {}))
+            return directing.direct(func, args, kwargs or {})
 
     @staticmethod
     def __new__(
@@ -167,6 +179,13 @@ class DTensor(torch.Tensor):
         whole = autograd.redistribute(self, Layout.replicated(self._layout.mesh), False, None, None)
         return whole.to_local(grad_placements=grad_placements)
 
+    def view(self, *size: Any, **kwargs: Any) -> torch.Tensor:
+        """As torch's, on the same local memory: an error where the layout can't be kept; reshape() moves data."""
+        dims = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+        if self._layout.shard_dims and all(type(d) is int for d in dims) and dims:
+            check_view(self._layout, tuple(self.shape), tuple(dims))
+        return super().view(*size, **kwargs)
+
     # -- what it is ------------------------------------------------------------------------------
 
     @property
@@ -281,4 +300,5 @@ torch.serialization.add_safe_globals(
 
 # The class and what works on it need each other: they come when the class is there.
 import longmesh.tensor.autograd as autograd  # noqa: E402
+import longmesh.tensor.direct as directing  # noqa: E402
 import longmesh.tensor.dispatch as dispatching  # noqa: E402

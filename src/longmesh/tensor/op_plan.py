@@ -37,7 +37,8 @@ class OpPlan:
 
     `inputs`: the layout each tensor argument is brought to. `local_call` on the local parts, its static
     arguments replaced by `rewritten(locals)` where they depend on the rank. `outputs`: of the results.
-    `written`: the argument an in-place op returns. Without a `local_call` the op goes another way: by its
+    `written`: the argument an in-place op returns. `is_local`: the op itself on the parts as they lie; `is_plain`:
+    with its arguments in a row. Without a `local_call` the op goes another way: by its
     `functional` form and a copy, by `decomposition`, or replicated.
     """
 
@@ -47,6 +48,7 @@ class OpPlan:
     local_call: Callable[..., Any] | None = None
     rewritten: Callable[[list[torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     is_plain: bool = False
+    is_local: bool = False
     written: int | None = None
     functional: OpOverload | None = None
     decomposition: Callable[..., Any] | None = None
@@ -81,11 +83,13 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], c
     if rule.local_args is not None or rule.local_op is not None:
         view = _local_view(call, choice.inputs, choice.outputs, comm)
         if rule.local_args is not None:
-            rewritten = _rewriter(rule.local_args(call, view))
+            static = rule.local_args(call, view)
+            rewritten = None if _equal(static, (meta_args, meta_kwargs)) else _rewriter(static)
         if rule.local_op is not None:
             local_call = rule.local_op(call, view) or func
             if local_call is not func and functional is not None:
                 return OpPlan(functional=functional)
+    stays = choice.inputs == tuple(layouts)
     flat = not kwargs and not any(isinstance(a, (list, tuple)) and _has_meta(a) for a in meta_args)
     return OpPlan(
         inputs=choice.inputs,
@@ -93,9 +97,17 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], c
         single=results[0] if len(results) == 1 and returns_one_tensor(func) else None,
         local_call=local_call._op if isinstance(local_call, OpOverload) else local_call,
         rewritten=rewritten,
-        is_plain=flat and rewritten is None and choice.inputs == tuple(layouts),
+        is_plain=flat and rewritten is None and stays,
+        is_local=rewritten is None and local_call is func and stays,
         written=0 if functional is not None else None,
     )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equal arguments, a list being as good as a tuple."""
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and a == b
 
 
 def _has_meta(value: Any) -> bool:
