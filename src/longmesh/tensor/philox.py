@@ -14,7 +14,7 @@ the same vector instructions whoever makes it; only then is the run cut to size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +31,11 @@ _W0, _W1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 _LOW = 0xFFFFFFFF
 _WORDS = 4
 _SHORT_RUN = 256
-_CHUNK_BLOCKS = {"cpu": 1 << 11}
+# Blocks made at a time: what stays in a core's cache, or keeps a device busy.
+_CHUNK_BLOCKS = {"cpu": 1 << 12}
 _DEFAULT_CHUNK_BLOCKS = 1 << 19
+# Up to how many blocks are made for one that is needed.
+_NEAR = 16
 # Conversions run on multiples of this many blocks: no vector loop leaves a scalar rest.
 _PAD_BLOCKS = 8
 
@@ -116,17 +119,31 @@ def _short_runs(
 ) -> None:
     """Many runs at once: each is covered by the blocks it may touch, wherever in a block it starts."""
     per_block = 64 * _WORDS // bits
-    blocks = _padded((length + 2 * per_block - 2) // per_block)
+    per_run = (length + 2 * per_block - 2) // per_block
     places = torch.arange(length, device=out.device)
-    row = torch.arange(blocks, device=out.device)
-    step = max(1, chunk // blocks)
+    row = torch.arange(per_run, device=out.device)
+    step = max(1, chunk // per_run)
     rows_out = out.view(-1, length)
     for begin in range(0, starts.numel(), step):
         start = starts[begin : begin + step, None]
-        words = philox_words(torch.div(start, per_block, rounding_mode="floor") + row, key)
+        blocks = (torch.div(start, per_block, rounding_mode="floor") + row).view(-1)
+        count = blocks.numel()
+        blocks = torch.cat((blocks, blocks[-1:].expand(_padded(count) - count)))
+        words = _words_of(blocks, key)
         values = convert(words.view(-1).view(torch.int32 if bits == 32 else torch.int64))
-        found = values.view(start.numel(), -1).gather(1, start % per_block + places)
-        rows_out[begin : begin + step] = found
+        values = values[: count * per_block].view(start.numel(), -1)
+        rows_out[begin : begin + step] = values.gather(1, start % per_block + places)
+
+
+def _words_of(blocks: torch.Tensor, key: Key) -> torch.Tensor:
+    """The words of blocks in rising order. Where they lie close together on the CPU, numpy makes those between
+    them too: a block costs it far less than torch."""
+    if blocks.device.type == "cpu":
+        first, last = int(blocks[0]), int(blocks[-1])
+        if last - first < _NEAR * blocks.numel():
+            (words,) = _numpy_words(first, last - first + 1, key, last - first + 1)
+            return torch.from_numpy(words.view(np.int64)).view(-1, _WORDS)[blocks - first]
+    return philox_words(blocks, key)
 
 
 def philox_words(blocks: torch.Tensor, key: Key) -> torch.Tensor:
@@ -155,7 +172,3 @@ def _multiply(a: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _signed(word: int) -> int:
     return (word + 2**63) % 2**64 - 2**63
-
-
-def region_of(shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> Region:
-    return Region(tuple(shape), tuple(offset), tuple(lengths))
