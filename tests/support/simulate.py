@@ -22,7 +22,12 @@ def make_locals(whole, layout, generator):
     result = {c: cut(whole, layout, c).clone() for c in layout.mesh.coordinates()}
     for axis in layout.partial_axes:
         _split_terms(result, layout, axis, generator)
-    return result
+    # Replicas hold the same terms, not only terms of the same sum.
+    first = {
+        c: tuple(0 if p.is_replicate() else i for p, i in zip(layout.placements, c, strict=True))
+        for c in result
+    }
+    return {c: result[first[c]].clone() for c in result}
 
 
 def _split_terms(result, layout, axis, generator):
