@@ -1,7 +1,155 @@
-"""Losses and their gradients."""
+"""Losses: pointwise ones, and those with one term a row.
+
+    reduction none   as any pointwise op
+    sum              every rank sums its terms: pending
+    mean             every rank's mean, weighted by its share of the terms: pending, right on uneven shards
+
+The gradient of a mean is that of the rank's own mean times the same share.
+"""
 
 from __future__ import annotations
 
-from longmesh.rules.rule import Rule
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
-RULES: dict[str, Rule] = {}
+import torch
+
+from longmesh.rules.nll import NLL, NLL_BACKWARD
+from longmesh.rules.pointwise import broadcast_shape, cut_of, elementwise_meta
+from longmesh.rules.rule import (
+    AxisRule,
+    LocalView,
+    Meta,
+    OpCall,
+    OutMeta,
+    P,
+    R,
+    Rule,
+    S,
+    Shape,
+    contiguous,
+    line,
+)
+from longmesh.spec import Placement
+
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def pointwise_lines(call: OpCall) -> list[AxisRule]:
+    """One line per dim of the operands' common shape."""
+    shape = broadcast_shape(call)
+    lines: list[AxisRule] = []
+    for dim, size in enumerate(shape):
+        if size != 1:
+            inputs = [cut_of(meta, dim, len(shape)) for meta in call.tensors]
+            lines.append(line(inputs, S(dim) if call.outputs[0].shape == shape else P))
+    return lines
+
+
+def pointwise_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    if call["reduction"] != NONE and "grad_output" not in _names(call):
+        return (contiguous(()),)
+    return (elementwise_meta(broadcast_shape(call), call.tensors),)
+
+
+def pointwise_share(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    return _shared(call, math.prod(_common(view.input_shapes)), math.prod(broadcast_shape(call)))
+
+
+def _common(shapes: Sequence[Shape]) -> Shape:
+    """The shape that local operands broadcast to."""
+    ndim = max(len(shape) for shape in shapes)
+    padded = [(1,) * (ndim - len(shape)) + shape for shape in shapes]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
+
+
+def row_lines(call: OpCall) -> list[AxisRule]:
+    """One term a row: rows may be cut, classes not. Class weights are the same for all."""
+    if call["self"].ndim < 2:
+        return []
+    inputs: list[Placement] = []
+    for name in _names(call):
+        meta = call[name]
+        if isinstance(meta, Meta):
+            inputs.append(R if name == "weight" or meta.ndim == 0 else S(0))
+    return [line(inputs, [S(0) if out.shape else P for out in call.outputs])]
+
+
+def row_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    """One term a row, or one number; multilabel_margin_loss also says which classes are targets."""
+    names, meta = _names(call), call["self"]
+    if "grad_output" in names:
+        return (contiguous(meta.shape),)
+    terms = contiguous(meta.shape[: meta.ndim - 1] if call["reduction"] == NONE else ())
+    return (terms, contiguous(call["target"].shape)) if len(call.func._schema.returns) == 2 else (terms,)
+
+
+def row_share(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    meta: Meta = call["self"]
+    if meta.ndim < 2:
+        return None
+    mine = view.input_shapes[meta.index][0]
+    if not mine and meta.shape[0] and call["reduction"] != NONE and "grad_output" not in _names(call):
+        return lambda x, target, *args, **kwargs: _no_rows(call, x, target)
+    return _shared(call, mine, meta.shape[0])
+
+
+def _no_rows(call: OpCall, x: torch.Tensor, target: torch.Tensor) -> Any:
+    """The loss of no rows, which torch leaves uninitialised."""
+    total = x.new_zeros(())
+    return (total, torch.empty_like(target, dtype=x.dtype)) if len(call.outputs) == 2 else total
+
+
+def _names(call: OpCall) -> list[str]:
+    return [argument.name for argument in call.func._schema.arguments]
+
+
+def _shared(call: OpCall, mine: int, whole: int) -> Callable[..., Any] | None:
+    """A mean over `mine` of `whole` terms, weighted so that the ranks' results add up."""
+    if call["reduction"] != MEAN or mine == whole:
+        return None
+    func, place, share = call.func, _names(call).index("reduction"), mine / whole
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        if not mine:  # a sum of nothing is 0, a mean of nothing is not
+            args, kwargs = _replaced(args, kwargs, place, SUM)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        return (result[0] * share, *result[1:]) if isinstance(result, tuple) else result * share
+
+    return scaled
+
+
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, reduction: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if place < len(args):
+        return (*args[:place], reduction, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "reduction": reduction}
+
+
+POINTWISE = Rule(pointwise_lines, pointwise_meta, local_op=pointwise_share)
+ROWS = Rule(row_lines, row_meta, local_op=row_share)
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        (
+            "mse_loss.default", "mse_loss_backward.default", "smooth_l1_loss.default",
+            "smooth_l1_loss_backward.default", "huber_loss.default", "huber_loss_backward.default",
+            "binary_cross_entropy.default", "binary_cross_entropy_backward.default",
+            "binary_cross_entropy_with_logits.default", "soft_margin_loss.default",
+            "soft_margin_loss_backward.default",
+        ),
+        POINTWISE,
+    ),
+    **dict.fromkeys(
+        (
+            "multi_margin_loss.default", "multi_margin_loss_backward.default",
+            "multilabel_margin_loss_forward.default", "multilabel_margin_loss_backward.default",
+        ),
+        ROWS,
+    ),
+    **dict.fromkeys(("nll_loss_forward.default", "nll_loss2d_forward.default"), NLL),
+    **dict.fromkeys(("nll_loss_backward.default", "nll_loss2d_backward.default"), NLL_BACKWARD),
+}  # fmt: skip
