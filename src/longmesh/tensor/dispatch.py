@@ -61,6 +61,9 @@ class Dispatcher:
                 parts.append(name)
                 held = describe((value,), parts, held)
         if held is None or PLAIN in parts:
+            if writes_plain(func, args, kwargs):
+                args, kwargs = map_tensors(value_of, (args, kwargs))
+                return func(*args, **kwargs)
             args, kwargs = replicate_plain(func, args, kwargs)
             return self.run(func, args, kwargs)
         key = tuple(parts)
@@ -244,6 +247,22 @@ def common_mesh(args: Any, kwargs: Any) -> DeviceMesh:
     return min((t._mesh for t in tensors), key=lambda mesh: mesh.size())
 
 
+def writes_plain(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """An in-place op on a plain tensor that only reads scalars of a mesh: a gradient times a clipping factor."""
+    if not func._schema.is_mutable or not args or not isinstance(args[0], torch.Tensor):
+        return False
+    return not isinstance(args[0], DTensor) and not any(
+        t.ndim for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)
+    )
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor as it is, a DTensor whole."""
+    if isinstance(tensor, DTensor):
+        return move(tensor, Layout.replicated(tensor._layout.mesh))._local_tensor
+    return tensor
+
+
 def replicate_plain(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -260,7 +279,7 @@ def replicate_plain(
                     f"one op on tensors of two meshes: {mesh} and {tensor._mesh}; bring them onto one mesh first "
                     "(full_tensor(), then distribute_tensor())"
                 )
-            tensor = move(tensor, Layout.replicated(tensor._layout.mesh))._local_tensor
+            tensor = value_of(tensor)
         if not _is_equal_everywhere(tensor):
             shapes = ", ".join(_show(t) for t in all_tensors((args, kwargs)))
             raise LongmeshError(
