@@ -63,7 +63,8 @@ def rebalance(slices: Array, owned: Ownership, query_cost: float) -> Ownership:
     """The same ownership with rectangles moved until the ranks are even, or no move helps."""
     rows = rows_at_home(slices, owned)
     by_rank = [rows[rows[:, WHO] == rank] for rank in range(owned.num_ranks)]
-    load = np.array([area(mine).sum() for mine in by_rank], dtype=np.int64)
+    load = np.zeros(owned.num_ranks, dtype=np.int64)
+    np.add.at(load, rows[:, WHO], area(rows))
     mean = int(load.sum()) // owned.num_ranks
     moved: list[tuple[int, int, int, int, int]] = []
     for _ in range(ROUNDS_PER_RANK * owned.num_ranks):

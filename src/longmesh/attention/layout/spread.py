@@ -13,6 +13,7 @@ import itertools
 
 import numpy as np
 
+from longmesh.attention.block import UNBOUNDED
 from longmesh.attention.layout.base import Ownership, Workload, collect, even_bounds
 from longmesh.attention.layout.components import components
 from longmesh.attention.mask.slices import keys_per_query
@@ -50,7 +51,7 @@ def _place(
     out: list[tuple[int, int, int]] = []
     while start < stop:
         fits = room >= stop - start
-        rank = int(np.argmin(np.where(fits, load, np.iinfo(np.int64).max)) if fits.any() else np.argmax(room))
+        rank = int(np.argmin(np.where(fits, load, UNBOUNDED)) if fits.any() else np.argmax(room))
         size = min(stop - start, int(room[rank]))
         out.append((start, start + size, rank))
         room[rank] -= size

@@ -45,24 +45,21 @@ def tighten(slices: Array) -> Array:
     return out if keep.all() else out[keep]
 
 
-def _pairs_below(rows: Array, cols: Array, diagonal: Array) -> Array:
-    """How many (i, j) of a rows x cols rectangle have j - i <= diagonal."""
-    d = np.clip(diagonal, -rows, cols - 1)
-
-    def ramp(x: Array) -> Array:  # the sum of clip(t, 0, cols) over t <= x
-        inside = np.clip(x, 0, cols)
-        return inside * (inside + 1) // 2 + np.maximum(x - cols, 0) * cols
-
-    return ramp(rows + d) - ramp(d)
-
-
 def area(slices: Array) -> Array:
-    """The number of pairs of each slice; of an elementwise slice, the pairs that are looked at."""
+    """The number of pairs of each slice; of an elementwise slice, the pairs that are looked at.
+
+    In a rows x cols rectangle, the pairs with j - i <= d are the sum of clip(t, 0, cols) over the `rows`
+    values t that end at rows + d: a difference of two sums from the start. Those up to `hi`, less those
+    below `lo`, are the slice's. All four sums are taken at once, since planning asks for many small areas.
+    """
     rows, cols = slices[:, Q1] - slices[:, Q0], slices[:, K1] - slices[:, K0]
-    to_corner = slices[:, Q0] - slices[:, K0]
-    upper = np.clip(slices[:, HI] + to_corner, -rows, cols - 1)
-    lower = np.clip(slices[:, LO] + to_corner - 1, -rows, cols - 1)
-    return _pairs_below(rows, cols, upper) - _pairs_below(rows, cols, lower)
+    edges = np.stack([slices[:, HI], slices[:, LO] - 1]) + (slices[:, Q0] - slices[:, K0])
+    edges = np.minimum(np.maximum(edges, -rows), cols - 1)
+    ends = np.stack([rows + edges, edges])
+    inside = np.minimum(np.maximum(ends, 0), cols)
+    sums = inside * (inside + 1) // 2 + np.maximum(ends - cols, 0) * cols
+    below = sums[0] - sums[1]
+    return below[0] - below[1]
 
 
 def overlaps(start: Array, stop: Array, other_start: Array, other_stop: Array) -> tuple[Array, Array]:

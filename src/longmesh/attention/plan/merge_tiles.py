@@ -42,6 +42,8 @@ def _join(t: Array, edge: int, along: tuple[int, int]) -> Array:
     for column in (edge, EW, STAGE, RANK):
         touch &= a[:, column] == b[:, column]
     where = np.nonzero(touch)[0]
+    if len(where) == 0:
+        return t
     a, b = a[where], b[where]
     hull = a.copy()
     for column in (Q0, K0, HI):
