@@ -1,7 +1,54 @@
-"""Lookups in a table."""
+"""Embedding backward and bags: gradients of tables.
+
+The gradient of a table is a sum over the indices: a cut batch gives a pending sum, cut columns stay cut. Which
+rows a rank keeps is not told by the arguments, so a gradient cut by rows is made by the op's handler.
+"""
 
 from __future__ import annotations
 
-from longmesh.rules.rule import Rule
+from longmesh.rules.rule import AxisRule, OpCall, OutMeta, P, R, Rule, S, contiguous, line
+from longmesh.rules.view import LINEAR
 
-RULES: dict[str, Rule] = {}
+MAX_MODE = 2
+
+
+def backward_lines(call: OpCall) -> list[AxisRule]:
+    grad, indices = call.tensors
+    lines = [line([S(grad.ndim - 1), R], S(1))]
+    lines += [line([p, R], p) for p in LINEAR]
+    if not call["scale_grad_by_freq"]:  # frequencies count the whole batch
+        lines += [line([S(d), S(d)], P) for d in range(indices.ndim)]
+    return lines
+
+
+def backward_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    return (contiguous((call["num_weights"], call.tensors[0].shape[-1])),)
+
+
+def bag_lines(call: OpCall) -> list[AxisRule]:
+    """Outputs: bags, offset2bag, bag_size, max_indices. Columns are independent; sums and means are linear."""
+    rest = [R] * (len(call.tensors) - 1)
+    if call["mode"] == MAX_MODE:
+        return [line([S(1), *rest], (S(1), R, R, S(1)))]
+    return [line([S(1), *rest], (S(1), R, R, R)), *(line([p, *rest], (p, R, R, R)) for p in LINEAR)]
+
+
+def bag_backward_lines(call: OpCall) -> list[AxisRule]:
+    """Inputs: grad, indices, offset2bag, bag_size, maximum_indices, and per-sample weights if given."""
+    rest = [R] * (len(call.tensors) - 5)
+    if call["mode"] == MAX_MODE:
+        return [line([S(1), R, R, R, S(1), *rest], S(1))]
+    return [line([S(1), R, R, R, R, *rest], S(1)), *(line([p, R, R, R, R, *rest], p) for p in LINEAR)]
+
+
+def no_lines(call: OpCall) -> list[AxisRule]:
+    return []
+
+
+RULES: dict[str, Rule] = {
+    "embedding_dense_backward.default": Rule(backward_lines, backward_meta),
+    **dict.fromkeys(("_embedding_bag.default", "_embedding_bag_forward_only.default"), Rule(bag_lines)),
+    "_embedding_bag_dense_backward.default": Rule(bag_backward_lines),
+    "_embedding_bag_per_sample_weights_backward.default": Rule(no_lines),
+    "embedding_renorm.default": Rule(no_lines),
+}

@@ -1,7 +1,205 @@
-"""Indexing: slices, selections, gathers, scatters, joins."""
+"""Reading by position: slice, select, advanced indexing, triangles, pads.
+
+Dims that are not indexed stay cut. A cut dim that is indexed gives a pending sum: each rank answers for the
+positions it holds and adds zeros for the others.
+"""
 
 from __future__ import annotations
 
-from longmesh.rules.rule import Rule
+from collections.abc import Callable, Sequence
+from typing import Any
 
-RULES: dict[str, Rule] = {}
+import torch
+
+from longmesh.rules.lookup import check_range, own_part
+from longmesh.rules.pointwise import cut_of
+from longmesh.rules.rule import AxisRule, LocalView, Meta, OpCall, OutMeta, P, R, Rule, S, contiguous, line
+from longmesh.rules.view import LINEAR, PENDING, kept, no_lines, other_dims
+
+# -- slice and select ----------------------------------------------------------------------------------
+
+
+def slice_range(size: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
+    """First position and number of positions of a slice, as torch counts them."""
+    first, last, _ = slice(start, end).indices(size)
+    return first, max(0, -(-(last - first) // step))
+
+
+def slice_lines(call: OpCall) -> list[AxisRule]:
+    return kept(call, other_dims(call, [call.dim()]))
+
+
+def slice_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    tensor, dim, step = call.tensors[0], call.dim(), call["step"]
+    shape, stride = list(tensor.shape), list(tensor.stride)
+    shape[dim] = slice_range(shape[dim], call["start"], call["end"], step)[1]
+    stride[dim] *= step
+    return (OutMeta(tuple(shape), tuple(stride)),)
+
+
+def slice_backward_lines(call: OpCall) -> list[AxisRule]:
+    return kept(call, other_dims(call, [call.dim()]), LINEAR)
+
+
+def sizes_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    return (contiguous(call["input_sizes"]),)
+
+
+def local_input_sizes(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (call.args[0], list(view.output_shapes[0]), *call.args[2:]), dict(call.kwargs)
+
+
+def select_lines(call: OpCall) -> list[AxisRule]:
+    dim = call.dim()
+    pairs = [(d, d - (d > dim)) for d, _ in other_dims(call, [dim])]
+    return [*kept(call, pairs), line([S(dim)], P, note="its owner adds it, the others zeros")]
+
+
+def select_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    tensor, dim = call.tensors[0], call.dim()
+    shape, stride = list(tensor.shape), list(tensor.stride)
+    index = call["index"]
+    if not -shape[dim] <= index < shape[dim]:
+        raise IndexError(
+            f"select(): index {index} out of range for dim {dim} of a tensor of shape {tensor.shape}"
+        )
+    del shape[dim], stride[dim]
+    return (OutMeta(tuple(shape), tuple(stride)),)
+
+
+def _select_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    dim = call.dim()
+    size, offset, length = call.tensors[0].shape[dim], view.input_offsets[0][dim], view.input_shapes[0][dim]
+    if length == size:
+        return None
+    place = call["index"] % size - offset
+
+    def select(local: torch.Tensor, *_: int) -> torch.Tensor:
+        return local.select(dim, place) if 0 <= place < length else local.new_zeros(view.output_shapes[0])
+
+    return select
+
+
+def select_backward_lines(call: OpCall) -> list[AxisRule]:
+    dim = call["dim"] % len(call.outputs[0].shape)
+    return kept(call, [(d, d + (d >= dim)) for d in range(call.tensors[0].ndim)], LINEAR)
+
+
+# -- advanced indexing ---------------------------------------------------------------------------------
+
+
+class Indexing:
+    """Where the dims of x[i, :, j] come from: `dims` are indexed, `batch` is the shape of the indices together,
+    which takes its place at `start` among the `rest`."""
+
+    def __init__(self, indices: Sequence[Meta | None], ndim: int) -> None:
+        self.dims = [d for d, m in enumerate(indices) if m is not None]
+        metas = [m for m in indices if m is not None]
+        self.batch = tuple(torch.broadcast_shapes(*(m.shape for m in metas)))
+        self.rest = [d for d in range(ndim) if d not in self.dims]
+        together = self.dims == list(range(self.dims[0], self.dims[-1] + 1)) if self.dims else True
+        self.start = self.dims[0] if together and self.dims else 0
+
+    def output_dim(self, dim: int) -> int:
+        """Where a dim that is not indexed ends up."""
+        place = self.rest.index(dim)
+        return place if place < self.start else place + len(self.batch)
+
+    def shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        rest = [sizes[d] for d in self.rest]
+        return (*rest[: self.start], *self.batch, *rest[self.start :])
+
+
+def index_lines(call: OpCall) -> list[AxisRule]:
+    tensor, *metas = call.tensors
+    where = Indexing(call["indices"], tensor.ndim)
+    whole = [R] * len(metas)
+    lines = [line([S(d), *whole], S(where.output_dim(d))) for d in where.rest]
+    for k, size in enumerate(where.batch):
+        if size != 1:
+            lines.append(line([R, *(cut_of(m, k, len(where.batch)) for m in metas)], S(where.start + k)))
+    lines += [line([S(d), *whole], P) for d in where.dims]
+    return lines + [line([p, *whole], p) for p in PENDING]
+
+
+def index_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    tensor = call.tensors[0]
+    return (contiguous(Indexing(call["indices"], tensor.ndim).shape(tensor.shape)),)
+
+
+def _index_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    shape, offsets, lengths = call.tensors[0].shape, view.input_offsets[0], view.input_shapes[0]
+    where = Indexing(call["indices"], len(shape))
+    cut = [d for d in where.dims if lengths[d] != shape[d]]
+    if not cut:
+        return None
+
+    def index(local: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        mine, foreign = list(indices), None
+        for d in cut:
+            given = indices[d]
+            assert given is not None
+            check_range(given, shape[d], d, negative=True)
+            mine[d], mask = own_part(torch.where(given < 0, given + shape[d], given), offsets[d], lengths[d])
+            foreign = mask if foreign is None else foreign | mask
+        assert foreign is not None
+        if any(lengths[d] == 0 for d in cut):
+            return local.new_zeros(view.output_shapes[0])
+        trailing = len(where.rest) - where.start
+        found = torch.ops.aten.index.Tensor(local, mine)
+        return found.masked_fill(foreign.reshape(*foreign.shape, *[1] * trailing), 0)
+
+    return index
+
+
+# -- triangles and pads --------------------------------------------------------------------------------
+
+
+def triangle_args(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A rank's rows and columns start elsewhere: so does its diagonal."""
+    rows, columns = view.input_offsets[0][-2:]
+    return (call.args[0], call["diagonal"] + rows - columns), {}
+
+
+def triangle_lines(call: OpCall) -> list[AxisRule]:
+    return kept(call, other_dims(call, ()), LINEAR)
+
+
+def pad_lines(call: OpCall) -> list[AxisRule]:
+    """Padding with a number other than 0 would be added once per rank."""
+    ndim, pad = call.tensors[0].ndim, call["pad"]
+    padded = [ndim - 1 - i // 2 for i, width in enumerate(pad) if width]
+    return kept(
+        call, other_dims(call, padded), PENDING if not padded else LINEAR if call["value"] == 0 else ()
+    )
+
+
+def edge_pad_lines(call: OpCall) -> list[AxisRule]:
+    """reflection_pad and replication_pad repeat elements of the last dims; the others stay cut."""
+    last = len(call["padding"]) // 2
+    num = len(call.tensors)
+    lines = [line([S(d)] * num, S(d)) for d in range(call.tensors[0].ndim - last)]
+    return lines + [line([p, *[R] * (num - 1)], p) for p in (PENDING if num == 1 else LINEAR)]
+
+
+def _edge_pad_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    """torch refuses to pad nothing."""
+    shape = view.output_shapes[0]
+    return (lambda local, *_: local.new_zeros(shape)) if 0 in shape else None
+
+
+EDGE_PAD = Rule(edge_pad_lines, local_op=_edge_pad_locally)
+_EDGE_PADS = [f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
+
+RULES: dict[str, Rule] = {
+    "slice.Tensor": Rule(slice_lines, slice_meta),
+    "slice_backward.default": Rule(slice_backward_lines, sizes_meta, local_args=local_input_sizes),
+    "select.int": Rule(select_lines, select_meta, local_op=_select_locally),
+    "select_backward.default": Rule(select_backward_lines, sizes_meta, local_args=local_input_sizes),
+    **dict.fromkeys(("index.Tensor", "_unsafe_index.Tensor"), Rule(index_lines, index_meta, local_op=_index_locally)),
+    **dict.fromkeys(("tril.default", "triu.default"), Rule(triangle_lines, local_args=triangle_args)),
+    "constant_pad_nd.default": Rule(pad_lines),
+    **dict.fromkeys((f"{name}.default" for name in _EDGE_PADS), EDGE_PAD),
+    **dict.fromkeys((f"{name}_backward.default" for name in _EDGE_PADS), EDGE_PAD),
+    "put.default": Rule(no_lines),
+}  # fmt: skip

@@ -20,6 +20,7 @@ from longmesh.errors import LongmeshError
 from longmesh.plan import plan_redistribute
 from longmesh.spec import Layout, Partial, Placement, Replicate
 from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.held import hold
 from longmesh.tensor.mask_buffer import settled_layout
 from longmesh.tensor.meta import even_global_shape, global_stride
 
@@ -84,7 +85,8 @@ def move(
         local = local.to(dtype)
     source = tensor._layout
     if source is not layout:
-        plan = plan_redistribute(source, layout, shape=tensor.shape, itemsize=local.element_size())
+        shape = [int(size) for size in tensor.shape]  # a plan is for concrete sizes: a compiler specialises here
+        plan = plan_redistribute(source, layout, shape=shape, itemsize=local.element_size())
         local = run_plan(plan, local, comm_of(tensor._mesh), async_op=async_op)
     return DTensor(local, tensor._mesh, layout, tensor.shape, global_stride(tensor.shape, local))
 
@@ -97,8 +99,11 @@ def settle_lookup(tensor: DTensor) -> None:
     lookup = tensor._lookup
     assert lookup is not None and lookup.buffer is not None
     shared = lookup.buffer.refcount > 1
-    tensor._local_tensor = lookup.buffer.apply_mask(tensor._local_tensor.clone() if shared else tensor._local_tensor)
-    tensor._layout = settled_layout(tensor._layout)
+    local = tensor._local_tensor.clone() if shared else tensor._local_tensor
+    tensor._local_tensor = lookup.buffer.apply_mask(local)
+    tensor._held = hold(
+        tensor._mesh, settled_layout(tensor._layout), tensor.shape, tensor.stride(), tensor.dtype
+    )
     tensor._lookup = None
     lookup.release()
 

@@ -58,7 +58,9 @@ def view_route(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) 
         if moved[dim] in order:  # two dims of size 1 that end up in one: left to the rule
             return ViewRoute(tuple(lost), (), layout, layout)
         order[moved[dim]] = axes
-    return ViewRoute(tuple(lost), tuple(resized), source, Layout(layout.mesh, placements, list(order.items())))
+    return ViewRoute(
+        tuple(lost), tuple(resized), source, Layout(layout.mesh, placements, list(order.items()))
+    )
 
 
 def check_view(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) -> None:

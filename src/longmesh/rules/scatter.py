@@ -1,0 +1,216 @@
+"""Writing by position: scatter, index_add, index_put and the like.
+
+Along a cut dim each rank writes what falls into its own part. Writes for other ranks go to one slot that is
+added behind the part and dropped afterwards, so an op needs no masked form and an empty part is nothing
+special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from longmesh.rules.index import Indexing
+from longmesh.rules.lookup import check_range
+from longmesh.rules.pointwise import cut_of
+from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, P, R, Rule, S, contiguous, like, line
+from longmesh.rules.view import LINEAR, PENDING
+
+
+def with_spare_slot(local: torch.Tensor, dim: int) -> torch.Tensor:
+    shape = list(local.shape)
+    shape[dim] = 1
+    return torch.cat([local, local.new_zeros(shape)], dim)
+
+
+def own_or_spare(index: torch.Tensor, offset: int, length: int) -> torch.Tensor:
+    """Positions in this rank's part; those of other ranks are the spare slot behind it."""
+    return torch.where((index < offset) | (index >= offset + length), length, index - offset)
+
+
+def first_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    """Shaped as the tensor written to, dense."""
+    tensor = call.tensors[0]
+    dense = contiguous(tensor.shape)
+    return (like(tensor) if tensor.stride == dense.stride else dense,)
+
+
+def _scatter_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    if call.tensors[0].ndim == 0:
+        return None
+    dim, func = call.dim(), call.func
+    size, offset, length = call.tensors[0].shape[dim], view.input_offsets[0][dim], view.input_shapes[0][dim]
+    if length == size:
+        return None
+
+    def scatter(local: torch.Tensor, _: int, index: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        check_range(index, size, dim)
+        target = with_spare_slot(local, dim)
+        result = func(target, dim, own_or_spare(index, offset, length), *args, **kwargs)
+        return result.narrow(dim, 0, length).contiguous()
+
+    return scatter
+
+
+def scatter_lines(*, adds: bool) -> Callable[[OpCall], list[AxisRule]]:
+    """scatter: index (and source) have the tensor's dims; `adds` where the written values are added."""
+
+    def lines_of(call: OpCall) -> list[AxisRule]:
+        tensor, index, *source = call.tensors
+        if tensor.ndim == 0 or index.ndim == 0:
+            return []
+        dim = call.dim()
+        others = [R] * len(source)
+        lines = [
+            line([S(d)] * len(call.tensors), S(d))
+            for d in range(tensor.ndim)
+            if d != dim and all(m.shape[d] == tensor.shape[d] for m in (index, *source))
+        ]
+        lines.append(line([S(dim), R, *others], S(dim)))
+        if source:
+            lines += [line([p, R, p], p) for p in LINEAR]
+        if source and adds and source[0].shape[dim] == index.shape[dim]:
+            lines.append(line([P, S(dim), S(dim)], P))
+        return lines
+
+    return lines_of
+
+
+def scatter_reduce_lines(call: OpCall) -> list[AxisRule]:
+    """Neither linear nor monotone in general: cut dims only."""
+    return [entry for entry in scatter_lines(adds=False)(call) if P not in entry.inputs and not _pends(entry)]
+
+
+def _pends(entry: AxisRule) -> bool:
+    return any(p.is_partial() for p in entry.inputs)
+
+
+def index_lines(*, adds: bool, linear: bool = True) -> Callable[[OpCall], list[AxisRule]]:
+    """index_add, index_copy, index_fill: a 1-d index along one dim, and a source of the tensor's dims or none."""
+
+    def lines_of(call: OpCall) -> list[AxisRule]:
+        tensor, index, *source = call.tensors
+        if tensor.ndim == 0:
+            return []
+        dim = call.dim()
+        has_source = bool(source) and source[0].ndim == tensor.ndim
+        lines = [
+            line([S(d), R, *(S(d) if has_source else R for _ in source)], S(d))
+            for d in range(tensor.ndim)
+            if d != dim
+        ]
+        lines.append(line([S(dim), R, *(R for _ in source)], S(dim)))
+        if has_source and linear:
+            lines += [line([p, R, p], p) for p in LINEAR]
+        if has_source and adds and index.ndim:
+            lines.append(line([P, S(0), S(dim)], P))
+        return lines
+
+    return lines_of
+
+
+def index_put_lines(call: OpCall) -> list[AxisRule]:
+    tensor, *metas = call.tensors
+    indices, values = metas[:-1], metas[-1]
+    where = Indexing(call["indices"], tensor.ndim)
+    ndim = len(where.batch) + len(where.rest)
+    whole = [R] * len(indices)
+    lines = [
+        line([S(d), *whole, cut_of(values, where.output_dim(d), ndim)], S(d))
+        for d in where.rest
+        if tensor.shape[d] != 1 or values.ndim + where.output_dim(d) < ndim
+    ]
+    lines += [line([S(d), *whole, R], S(d)) for d in where.dims]
+    lines += [line([p, *whole, p], p) for p in LINEAR]
+    if call["accumulate"]:
+        for k, size in enumerate(where.batch):
+            if size != 1:
+                cuts = [cut_of(m, k, len(where.batch)) for m in indices]
+                lines.append(line([P, *cuts, cut_of(values, where.start + k, ndim)], P))
+    return lines
+
+
+def _index_put_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    shape, offsets, lengths = call.tensors[0].shape, view.input_offsets[0], view.input_shapes[0]
+    cut = [d for d in Indexing(call["indices"], len(shape)).dims if lengths[d] != shape[d]]
+    if not cut:
+        return None
+
+    def put(
+        local: torch.Tensor,
+        indices: Sequence[torch.Tensor | None],
+        values: torch.Tensor,
+        accumulate: bool = False,
+        *_: Any,
+    ) -> torch.Tensor:
+        mine, target = list(indices), local
+        for d in cut:
+            given = indices[d]
+            assert given is not None
+            check_range(given, shape[d], d, negative=True)
+            mine[d] = own_or_spare(torch.where(given < 0, given + shape[d], given), offsets[d], lengths[d])
+            target = with_spare_slot(target, d)
+        result = torch.ops.aten.index_put.default(target, mine, values, accumulate)
+        for d in cut:
+            result = result.narrow(d, 0, lengths[d])
+        return result.contiguous()
+
+    return put
+
+
+# -- the inverse of views ------------------------------------------------------------------------------
+
+
+def slice_scatter_lines(call: OpCall) -> list[AxisRule]:
+    dim = call.dim()
+    lines = [line([S(d), S(d)], S(d)) for d in range(call.tensors[0].ndim) if d != dim]
+    return lines + [line([p, p], p) for p in PENDING]
+
+
+def select_scatter_lines(call: OpCall) -> list[AxisRule]:
+    dim = call.dim()
+    lines = [line([S(d), S(d - (d > dim))], S(d)) for d in range(call.tensors[0].ndim) if d != dim]
+    return [*lines, line([S(dim), R], S(dim)), *(line([p, p], p) for p in PENDING)]
+
+
+def _select_scatter_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    dim = call.dim()
+    size, offset, length = call.tensors[0].shape[dim], view.input_offsets[0][dim], view.input_shapes[0][dim]
+    if length == size:
+        return None
+    place = call["index"] % size - offset
+    if 0 <= place < length:
+        return lambda local, source, *_: local.select_scatter(source, dim, place)
+    return lambda local, *_: local.clone()
+
+
+def diagonal_scatter_lines(call: OpCall) -> list[AxisRule]:
+    ndim = call.tensors[0].ndim
+    taken = (call.dim("dim1"), call.dim("dim2"))
+    rest = [d for d in range(ndim) if d not in taken]
+    return [line([S(d), S(o)], S(d)) for o, d in enumerate(rest)] + [line([p, p], p) for p in PENDING]
+
+
+def _along(lines: Callable[[OpCall], list[AxisRule]]) -> Rule:
+    return Rule(lines, first_meta, local_op=_scatter_locally)
+
+
+INDEX_PUT = Rule(index_put_lines, first_meta, local_op=_index_put_locally)
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("scatter.src", "scatter.value"), _along(scatter_lines(adds=False))),
+    "scatter_add.default": _along(scatter_lines(adds=True)),
+    **dict.fromkeys(("scatter.reduce", "scatter.value_reduce", "scatter_reduce.two"), _along(scatter_reduce_lines)),
+    "index_add.default": _along(index_lines(adds=True)),
+    "index_copy.default": _along(index_lines(adds=False)),
+    **dict.fromkeys(
+        ("index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce.default"),
+        _along(index_lines(adds=False, linear=False)),
+    ),
+    **dict.fromkeys(("index_put.default", "_unsafe_index_put.default", "_index_put_impl.default"), INDEX_PUT),
+    "slice_scatter.default": Rule(slice_scatter_lines, first_meta),
+    "select_scatter.default": Rule(select_scatter_lines, first_meta, local_op=_select_scatter_locally),
+    "diagonal_scatter.default": Rule(diagonal_scatter_lines, first_meta),
+}  # fmt: skip
