@@ -15,6 +15,7 @@ from longmesh.spec import (
 )
 from longmesh.tensor import (
     DTensor,
+    capture,
     distribute_module,
     distribute_tensor,
     empty,
@@ -43,6 +44,7 @@ __all__ = [
     "Shard",
     "ShardOrderEntry",
     "TensorMeta",
+    "capture",
     "distribute_module",
     "distribute_tensor",
     "empty",

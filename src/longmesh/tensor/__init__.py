@@ -6,6 +6,7 @@ from longmesh.tensor.dtensor import DTensor  # isort: skip
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach_types
 
+from longmesh.tensor.capture import capture
 from longmesh.tensor.dispatch import dispatch as dispatcher
 from longmesh.tensor.distribute import distribute_module, distribute_tensor
 from longmesh.tensor.factory import empty, full, ones, rand, randn, zeros
@@ -20,6 +21,7 @@ _clip_foreach_types.append(DTensor)
 
 __all__ = [
     "DTensor",
+    "capture",
     "distribute_module",
     "distribute_tensor",
     "empty",

@@ -1,0 +1,125 @@
+"""capture: trace a function of DTensors once to its local ops and collectives, and replay that.
+
+    @longmesh.capture
+    def step(params, x, y):
+        loss = ((net(params, x) - y) ** 2).mean()
+        grads = torch.autograd.grad(loss, params)
+        with torch.no_grad():
+            for p, g in zip(params, grads):
+                p -= 0.1 * g
+        return loss.detach()
+
+The replay costs what the local ops and raw collectives cost by hand: no rules, no layouts, no autograd engine.
+A call with other layouts, shapes or plain arguments traces anew. Gradients are taken inside the function; nothing
+differentiates through a replay. Python side effects happen while tracing only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from longmesh.errors import LongmeshError
+from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.held import Held
+from longmesh.tensor.random import get_rng_state
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class _Trace:
+    """One traced call: the graph of local ops, how its outputs are held, and their structure."""
+
+    def __init__(self, graph: GraphModule, outputs: list[Held | None], spec: pytree.TreeSpec) -> None:
+        self.graph = graph
+        self.outputs = outputs
+        self.spec = spec
+
+
+class Captured(Generic[Arguments, Result]):
+    """A function that is traced per layout and shape, and replayed. Collective, as the function is."""
+
+    def __init__(self, fn: Callable[Arguments, Result]) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._traces: dict[tuple[Any, ...], _Trace] = {}
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = (spec, torch.is_grad_enabled(), *map(_describe_leaf, leaves))
+        trace = self._traces.get(key)
+        if trace is None:
+            trace = self._traces[key] = self._trace(leaves, spec)
+        locals_ = [_local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        with torch.no_grad():
+            results = trace.graph(*locals_)
+        wrapped = [
+            r if held is None else _wrap(r, held, False)
+            for r, held in zip(results, trace.outputs, strict=True)
+        ]
+        return pytree.tree_unflatten(wrapped, trace.spec)
+
+    def _trace(self, leaves: list[Any], spec: pytree.TreeSpec) -> _Trace:
+        outputs: list[Held | None] = []
+        structure: list[pytree.TreeSpec] = []
+
+        def run(*locals_: torch.Tensor) -> list[Any]:
+            given = iter(locals_)
+            rebuilt = [
+                _rebuild(leaf, next(given)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            ]
+            args, kwargs = pytree.tree_unflatten(rebuilt, spec)
+            results, result_spec = pytree.tree_flatten(self._fn(*args, **kwargs))
+            outputs.extend(r._held if isinstance(r, DTensor) else None for r in results)
+            structure.append(result_spec)
+            for result in results:
+                if isinstance(result, torch.Tensor) and result.requires_grad:
+                    raise LongmeshError(
+                        "a captured function returned a tensor that needs a gradient, and none flows through a replay; "
+                        "take gradients inside (torch.autograd.grad) and return detach()ed results"
+                    )
+            return [_local(r) for r in results]
+
+        before = get_rng_state()
+        copies = [_local(leaf).detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        graph = make_fx(run)(*copies)
+        if before != get_rng_state():
+            raise LongmeshError(
+                "a captured function drew random numbers, and a replay would draw the same ones each time; "
+                "draw them outside and pass them in"
+            )
+        return _Trace(graph, outputs, structure[0])
+
+
+def capture(fn: Callable[Arguments, Result]) -> Captured[Arguments, Result]:
+    """Trace `fn` once per layouts, shapes and plain arguments, and replay its local ops and collectives."""
+    return Captured(fn)
+
+
+def _describe_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, DTensor):
+        return leaf._held, leaf.requires_grad
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), leaf
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _rebuild(leaf: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    if isinstance(leaf, DTensor):
+        return _wrap(local, leaf._held, leaf.requires_grad)
+    return local.requires_grad_(leaf.requires_grad)
+
+
+def _wrap(local: torch.Tensor, held: Held, requires_grad: bool) -> DTensor:
+    return DTensor(local, held.mesh, held.layout, held.shape, held.stride, requires_grad)

@@ -1,0 +1,44 @@
+"""torch.compile of functions of DTensors: full graphs, forward and backward, sizes that change."""
+
+import shutil
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from longmesh import Replicate, Shard, distribute_tensor
+
+
+def program(x, w):
+    y = torch.relu(torch.nn.functional.linear(x, w)) * 2 + 1
+    return y.redistribute(placements=[Replicate()]).square().sum()
+
+
+def compiled(backend, dynamic, sizes):
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    fn = torch.compile(program, backend=backend, fullgraph=True, dynamic=dynamic)
+    outcomes = []
+    for n in sizes:
+        whole, weight = torch.randn(n, 8), torch.randn(6, 8)
+        results = []
+        for run in (program, fn):
+            w = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+            out = run(distribute_tensor(whole, mesh, [Replicate()]), w)
+            out.backward()
+            results.append((out.detach().full_tensor(), w.grad.full_tensor(), w.grad.placements))
+        (a, b, c), (d, e, f) = results
+        outcomes.append(torch.allclose(a, d) and torch.allclose(b, e) and c == f)
+    return outcomes
+
+
+# torch itself warns of torch.jit when it loads its compiler.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_equals_eager(pool, backend, dynamic):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor compiles with g++, and there is none")
+    sizes = [4, 4, 6]
+    assert pool.run(compiled, backend, dynamic, sizes, ranks=2, timeout=300.0) == [[True] * 3] * 2
