@@ -83,10 +83,17 @@ def cold_ops(lib: Any, mesh: Any, start: int) -> Op:
 def mlp_step(lib: Any, mesh: Any) -> Op:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-    styles = {"0.weight": [lib.Shard(0)], "0.bias": [lib.Shard(0)], "2.weight": [lib.Shard(1)], "2.bias": [lib.Replicate()]}
+    styles = {
+        "0.weight": [lib.Shard(0)],
+        "0.bias": [lib.Shard(0)],
+        "2.weight": [lib.Shard(1)],
+        "2.bias": [lib.Replicate()],
+    }
     for name, parameter in list(net.named_parameters()):
         module, leaf = net.get_submodule(name.split(".")[0]), name.split(".")[1]
-        module.register_parameter(leaf, nn.Parameter(lib.distribute_tensor(parameter.detach(), mesh, styles[name])))
+        module.register_parameter(
+            leaf, nn.Parameter(lib.distribute_tensor(parameter.detach(), mesh, styles[name]))
+        )
     x = lib.distribute_tensor(torch.randn(4, 16), mesh, [lib.Replicate()])
 
     def step() -> None:
@@ -115,10 +122,14 @@ def measure(rounds: int) -> dict[str, tuple[float, float]]:
         rows["cold, 1-D mesh"] = time_pair(cold_ops(longmesh, mesh, 8), cold_ops(reference, mesh, 8), 4, 3)
         cube = init_device_mesh("cpu", (1, 1, world))
         rows["cold, 3-D mesh"] = time_pair(cold_ops(longmesh, cube, 8), cold_ops(reference, cube, 8), 2, 2)
-    rows["MLP forward + backward"] = time_pair(mlp_step(longmesh, mesh), mlp_step(reference, mesh), 50, rounds)
+    rows["MLP forward + backward"] = time_pair(
+        mlp_step(longmesh, mesh), mlp_step(reference, mesh), 50, rounds
+    )
     for foreach in (True, False):
         name = f"AdamW, 20 parameters, foreach={foreach}"
-        rows[name] = time_pair(adamw_step(longmesh, mesh, foreach), adamw_step(reference, mesh, foreach), 10, rounds)
+        rows[name] = time_pair(
+            adamw_step(longmesh, mesh, foreach), adamw_step(reference, mesh, foreach), 10, rounds
+        )
     return rows
 
 
@@ -132,7 +143,9 @@ def show(rows: dict[str, tuple[float, float]], ranks: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeat", type=int, default=7)
     options = parser.parse_args()

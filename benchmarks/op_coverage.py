@@ -18,9 +18,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from support.op_sweep import sweep_names, sweep_op
-
 from longmesh.testing import RankError, RankPool
+from support.op_sweep import sweep_names, sweep_op
 
 
 def outcome_of(texts: list[str]) -> tuple[str, str]:
@@ -35,7 +34,9 @@ def outcome_of(texts: list[str]) -> tuple[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--grad", action="store_true")
@@ -48,9 +49,17 @@ def main() -> None:
             if not fnmatch.fnmatch(name, options.only):
                 continue
             try:
-                results = pool.run(sweep_op, name, options.samples, options.grad, ranks=options.ranks, timeout=60.0)
+                results = pool.run(
+                    sweep_op, name, options.samples, options.grad, ranks=options.ranks, timeout=60.0
+                )
             except RankError as error:
-                rows.append((name, "hang" if "hang" in str(error) or "time" in str(error) else "died", str(error)[:300]))
+                rows.append(
+                    (
+                        name,
+                        "hang" if "hang" in str(error) or "time" in str(error) else "died",
+                        str(error)[:300],
+                    )
+                )
                 print(*rows[-1], sep="\t", flush=True)
                 continue
             if any(r is None for r in results):
@@ -61,7 +70,9 @@ def main() -> None:
                 print(*rows[-1], sep="\t", flush=True)
     if options.out:
         options.out.write_text("".join("\t".join(c.replace("\n", " ") for c in row) + "\n" for row in rows))
-    table = Table("outcome", "ops", title=f"{len(rows)} ops, {options.ranks} ranks, gradients: {options.grad}")
+    table = Table(
+        "outcome", "ops", title=f"{len(rows)} ops, {options.ranks} ranks, gradients: {options.grad}"
+    )
     for outcome, count in Counter(row[1] for row in rows).most_common():
         table.add_row(outcome, str(count))
     Console(width=80).print(table)

@@ -50,7 +50,11 @@ class CountBytes(TorchDispatchMode):
         name = str(func).split(".")[1] if "c10d" in str(func) else ""
         if name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"):
             group = args[-1]
-            group = group if isinstance(group, dist.ProcessGroup) else dist.distributed_c10d._resolve_process_group(group)
+            group = (
+                group
+                if isinstance(group, dist.ProcessGroup)
+                else dist.distributed_c10d._resolve_process_group(group)
+            )
             n, elements = group.size(), args[0].numel()
             piece = elements if name == "all_gather_into_tensor" else -(-elements // n)
             self.bytes += piece * (n - 1) * args[0].element_size() * (2 if name == "all_reduce" else 1)
@@ -81,7 +85,8 @@ def reference_bytes(mesh: Any, shape: tuple[int, ...], src: Any, dst: Any) -> tu
 
 def byte_table(console: Console) -> None:
     table = Table(
-        "mesh", "shape", "pairs", "ours MiB", "torch MiB", "ratio", "ours / torch collectives", "fewer", "more", "refused",
+        "mesh", "shape", "pairs", "ours MiB", "torch MiB", "ratio", "ours / torch collectives", "fewer", "more",
+        "refused",
         title="sent by all ranks together, all pairs of R, S(0), S(1), P",
     )  # fmt: skip
     for sizes in MESHES:
@@ -121,7 +126,9 @@ def planning_table(console: Console) -> None:
     for sizes in MESHES:
         mesh = MeshShape(sizes)
         found: list[Layout] = []
-        for placements in itertools.product((Replicate(), Shard(0), Shard(1), Partial(), Partial("max")), repeat=len(sizes)):
+        for placements in itertools.product(
+            (Replicate(), Shard(0), Shard(1), Partial(), Partial("max")), repeat=len(sizes)
+        ):
             if {Partial(), Partial("max")} <= set(placements):
                 continue
             layout = Layout(mesh, placements)
@@ -137,7 +144,11 @@ def planning_table(console: Console) -> None:
             times.append(best * 1e3)
         times.sort()
         table.add_row(
-            str(sizes), str(len(times)), f"{statistics.median(times):.2f}", f"{times[int(len(times) * 0.99)]:.2f}", f"{times[-1]:.2f}"
+            str(sizes),
+            str(len(times)),
+            f"{statistics.median(times):.2f}",
+            f"{times[int(len(times) * 0.99)]:.2f}",
+            f"{times[-1]:.2f}",
         )
     console.print(table)
 
@@ -169,7 +180,16 @@ def time_pairs(sizes: tuple[int, ...], shape: tuple[int, ...], rounds: int) -> l
 
 
 def time_table(console: Console, rounds: int) -> None:
-    table = Table("mesh", "shape", "pairs", "ours ms", "torch ms", "ratio", "geometric mean", title="all pairs on 4 gloo ranks")
+    table = Table(
+        "mesh",
+        "shape",
+        "pairs",
+        "ours ms",
+        "torch ms",
+        "ratio",
+        "geometric mean",
+        title="all pairs on 4 gloo ranks",
+    )
     with RankPool(4) as pool:
         for sizes in ((4,), (2, 2)):
             for shape in ((512, 512), (509, 515)):
@@ -177,13 +197,21 @@ def time_table(console: Console, rounds: int) -> None:
                 ours, theirs = sum(r[1] for r in rows), sum(r[2] for r in rows)
                 mean = math.exp(statistics.mean(math.log(r[1] / r[2]) for r in rows))
                 table.add_row(
-                    str(sizes), str(shape), str(len(rows)), f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.3f}", f"{mean:.3f}"
+                    str(sizes),
+                    str(shape),
+                    str(len(rows)),
+                    f"{ours:.0f}",
+                    f"{theirs:.0f}",
+                    f"{ours / theirs:.3f}",
+                    f"{mean:.3f}",
                 )
     console.print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bytes", action="store_true", help="only the byte table")
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()

@@ -34,7 +34,10 @@ def draw(layout: Layout) -> Columns:
         (top, height), (left, width) = (layout.interval(d, SHAPE[d], where) for d in (0, 1))
         mark = "++" if layout.partial_axes else "██"
         rows = (
-            "".join(mark if top <= i < top + height and left <= j < left + width else "· " for j in range(SHAPE[1]))
+            "".join(
+                mark if top <= i < top + height and left <= j < left + width else "· "
+                for j in range(SHAPE[1])
+            )
             for i in range(SHAPE[0])
         )
         panels.append(Panel("\n".join(rows), title=f"rank {layout.mesh.index(where)}", expand=False))
@@ -60,7 +63,9 @@ def main() -> None:
         assert int(sent) == plan.total_bytes, f"step {number} sent {int(sent)} bytes, not {plan.total_bytes}"
         console.print(f"\n{number}. {title}", plan.explain(), draw(layout), sep="\n")
     ranks = dist.get_world_size()
-    console.print(f"\n{len(WALK)} moves, each checked on {ranks} ranks: the tensor is whole, the bytes are as planned.")
+    console.print(
+        f"\n{len(WALK)} moves, each checked on {ranks} ranks: the tensor is whole, the bytes are as planned."
+    )
     dist.destroy_process_group()
 
 

@@ -22,7 +22,15 @@ def test_the_example_prints_what_the_readme_says(tmp_path):
 
 
 def test_the_demo_checks_itself_and_says_so():
-    command = [sys.executable, "-m", "longmesh", "run", "--ranks", "4", str(ROOT / "examples" / "layouts_demo.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "longmesh",
+        "run",
+        "--ranks",
+        "4",
+        str(ROOT / "examples" / "layouts_demo.py"),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     assert "6 moves, each checked on 4 ranks" in result.stdout

@@ -20,7 +20,8 @@ from support.op_check import distribute
 RANDOM = (
     "cauchy", "exponential", "geometric", "log_normal", "normal", "normal.in_place", "normal.number_mean", "uniform",
     "nn.functional.rrelu", "randn_like", "rand_like", "randint_like", "multinomial", "bernoulli", "svd_lowrank",
-    "pca_lowrank", "nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d", "nn.functional.alpha_dropout",
+    "pca_lowrank", "nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d",
+    "nn.functional.alpha_dropout",
     "nn.functional.feature_alpha_dropout.with_train", "nn.functional.feature_alpha_dropout.without_train",
     "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "randn", "randint",
     "nn.functional.multi_head_attention_forward",
@@ -86,7 +87,9 @@ def _check_sample(op, packed, expected, mesh, rng, grad, seed):
         except Exception as error:
             return f"error: {label}: {type(error).__name__}: {str(error)[:300]}"
     if not _same(wholes, expected):
-        return f"wrong: {label}: {[tuple(t.shape) for t in wholes]} against {[tuple(t.shape) for t in expected]}"
+        return (
+            f"wrong: {label}: {[tuple(t.shape) for t in wholes]} against {[tuple(t.shape) for t in expected]}"
+        )
     replicated = [str(w.message).split(" has no")[0] for w in caught if "no sharding rule" in str(w.message)]
     return f"replicated {', '.join(replicated)}" if replicated else ""
 
