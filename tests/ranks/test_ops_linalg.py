@@ -75,3 +75,23 @@ def test_a_singular_matrix_is_an_error_on_every_rank(pool):
     with pytest.raises(RankError, match="singular") as error:
         pool.run(singular, ranks=4)
     assert len(error.value.failures) == 4
+
+
+def named_outputs():
+    mesh = init_device_mesh("cpu", (2,))
+    whole = positive()
+    x = distribute_tensor(whole, mesh, [Shard(0)])
+    factor = distribute_tensor(torch.zeros_like(whole), mesh, [Shard(1)])
+    info = distribute_tensor(torch.ones(5, dtype=torch.int32), mesh, [Shard(0)])
+    result = linalg.cholesky_ex(x, out=(factor, info))
+    expected = linalg.cholesky(whole)
+    return (
+        torch.allclose(factor.full_tensor(), expected)
+        and torch.allclose(result[0].full_tensor(), expected)
+        and torch.equal(x.full_tensor(), whole)
+        and not info.full_tensor().any()
+    )
+
+
+def test_several_out_tensors_are_written_where_they_lie(pool):
+    assert pool.run(named_outputs, ranks=2) == [True, True]

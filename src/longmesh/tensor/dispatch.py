@@ -209,10 +209,9 @@ def write_back(
     func: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """An in-place or out= op whose target can't stay where it lies: compute, bring home, copy."""
-    if "out" in kwargs:
-        targets, kwargs = [kwargs["out"]], {k: v for k, v in kwargs.items() if k != "out"}
-    else:
-        targets = [args[0]]
+    outs = [a.name for a in func._schema.arguments if a.is_out]  # `out`, or one name for each of several
+    targets = [kwargs[name] for name in outs] or [args[0]]
+    kwargs = {k: v for k, v in kwargs.items() if k not in outs}
     result = functional(*args, **kwargs)
     if torch.Tag.inplace_view in func.tags:
         with no_dispatch():
@@ -228,7 +227,7 @@ def write_back(
                 f"{tuple(value.shape)}; use the op that returns a new tensor"
             )
         target._local_tensor.copy_(move(value, target._layout)._local_tensor)
-    return targets[0]
+    return targets[0] if len(targets) == 1 else tuple(targets)
 
 
 def first_mesh(args: Any, kwargs: Any) -> DeviceMesh:

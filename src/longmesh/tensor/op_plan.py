@@ -59,7 +59,7 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], c
     """Plan an op call whose tensor arguments are all DTensors. Pure."""
     functional = functional_form(func)
     rule = find_rule(rule_name(functional or func))
-    if rule is None or "out" in kwargs:
+    if rule is None or any(a.is_out for a in func._schema.arguments):
         if functional is not None:
             return OpPlan(functional=functional)
         return OpPlan(decomposition=decomposition_of(func))
