@@ -1,5 +1,7 @@
 """Distributed tensors and exact long-context attention for PyTorch."""
 
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from longmesh.plan import AxisCost, CostModel, RedistributePlan, plan_redistribute
 from longmesh.spec import (
     DTensorSpec,
@@ -34,6 +36,7 @@ __all__ = [
     "CostModel",
     "DTensor",
     "DTensorSpec",
+    "DeviceMesh",
     "Layout",
     "MaskPartial",
     "MeshShape",
@@ -50,6 +53,7 @@ __all__ = [
     "empty",
     "full",
     "get_rng_state",
+    "init_device_mesh",
     "manual_seed",
     "ones",
     "plan_redistribute",
