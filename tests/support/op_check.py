@@ -15,12 +15,12 @@ import random
 import warnings
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from longmesh import DTensor
 from longmesh.spec import Layout
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.tree import map_tensors
+from longmesh.testing import cpu_mesh
 from support.layouts import random_layout
 from support.simulate import make_locals
 
@@ -44,7 +44,7 @@ def compare_op(
     `partials` for floating tensors. An op that falls back to replication counts as a difference unless
     `may_replicate`. Collective: every rank of the mesh. A mesh takes the first ranks of the world.
     """
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = cpu_mesh(*mesh_shape)
     rng = random.Random(seed)
     shape = Layout.replicated(mesh).mesh
     found = []

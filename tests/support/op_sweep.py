@@ -7,12 +7,12 @@ import random
 import warnings
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_methods_invocations import op_db
 
 from longmesh import DTensor, Layout
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.tree import map_tensors
+from longmesh.testing import cpu_mesh
 from support.layouts import random_layout
 from support.op_check import distribute
 
@@ -39,7 +39,7 @@ def sweep_op(name, max_samples, grad, mesh_shape=(3,)):
     """One text a sample: "" if right, "replicated ..." if right by replication, else what went wrong. None: not
     deterministic. Collective: every rank with the same arguments."""
     op = OPS[name]
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = cpu_mesh(*mesh_shape)
     rng = random.Random(name)
     torch.manual_seed(0)
     samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=False))
