@@ -5,6 +5,7 @@ print(plan.explain())
 """
 
 from longmesh.attention import masks
+from longmesh.attention.api import ContextParallel
 from longmesh.attention.block import UNBOUNDED, Block
 from longmesh.attention.exchange.allgather import AllGather
 from longmesh.attention.exchange.auto import AutoExchange
@@ -32,6 +33,7 @@ __all__ = [
     "Auto",
     "AutoExchange",
     "Block",
+    "ContextParallel",
     "Contiguous",
     "Exchange",
     "HeadPart",

@@ -1,0 +1,215 @@
+"""ContextParallel: exact attention over a sequence that is cut over the ranks of a mesh.
+
+    cp = ContextParallel(mesh, seq_len=S, mask=masks.documents(lengths))     # plans; sends nothing
+    x = cp.shard(tokens, dim=1)        # this rank's tokens, in the layout of the plan
+    out = cp(q, k, v)                  # (batch, heads, local tokens, head dim)
+    full = cp.unshard(out, dim=2)      # and back
+
+The mesh has one axis, or two for exchanges that split heads: the last axis splits heads (inside a node),
+the first moves keys (between nodes).
+
+Pitfall: the layout is fixed when the object is made, from `num_heads` and `head_dim` as given there, since
+`positions` must not change under a running model. Other heads in a call keep the layout, and get an
+exchange planned for them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.attention.check import check_call, check_tokens
+from longmesh.attention.driver import Task
+from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.function import Attend, Call, Gather
+from longmesh.attention.kernel.base import Kernel, Score
+from longmesh.attention.kernel.choose import Choice, choose, need_of
+from longmesh.attention.kernel.scores import captured_tensors
+from longmesh.attention.layout.base import Layout
+from longmesh.attention.mask.base import Mask
+from longmesh.attention.plan.adapt import adapt_plan
+from longmesh.attention.plan.api import plan_attention
+from longmesh.attention.plan.attention_plan import AttentionPlan
+from longmesh.attention.route import Route
+from longmesh.comm import AxisGroup, comm_of
+from longmesh.errors import LongmeshError
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """What a plan for given head counts needs to run on this rank."""
+
+    plan: AttentionPlan
+    routes: tuple[Route, ...]
+    outer: AxisGroup | None
+    inner: AxisGroup | None
+    has_elementwise: bool
+
+
+class ContextParallel:
+    """Made by every rank of the mesh with the same arguments. Making it communicates nothing."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        seq_len: int,
+        mask: Mask | None = None,
+        layout: Layout | str = "auto",
+        exchange: Exchange | str = "auto",
+        kernel: str | None = None,
+        chunk: int = 512,
+        num_heads: int = 8,
+        num_kv_heads: int | None = None,
+        head_dim: int = 64,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if mesh.ndim > 2:
+            raise LongmeshError(
+                f"ContextParallel: the mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}; "
+                "attention runs on 1, or 2 for hybrid: pass the sub-mesh of the axes that cut the sequence, "
+                "such as mesh['cp']"
+            )
+        self._comm = comm_of(mesh)
+        self.mesh = mesh
+        self.rank: int = self._comm.shape.index(self._comm.coordinate)
+        self._ranks = tuple(reversed(mesh.shape))  # (inner, outer), or a number of ranks
+        self._options = {"seq_len": seq_len, "mask": mask, "exchange": exchange, "chunk": chunk}
+        self._kernel = kernel
+        self._planned: dict[tuple[int, int, int, int], Heads] = {}
+        self._choice: Choice | None = None
+        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        self.plan: AttentionPlan = plan_attention(
+            ranks=self._ranks, layout=layout, dtype_bytes=dtype.itemsize, **self._options, **heads
+        )
+
+    # -- the layout ------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """Global positions of this rank's tokens, in local order; (batch, tokens) if rows are cut differently."""
+        rows = [torch.from_numpy(row.positions(self.rank)) for row in self._cuts]
+        return rows[0] if len(rows) == 1 else torch.stack(rows)
+
+    @functools.cached_property
+    def _cuts(self) -> list:
+        """One ownership if every batch row is cut alike, else one for each."""
+        owned = [row.ownership for row in self.plan.rows]
+        first = owned[0]
+        alike = all((o.pieces, o.stride) == (first.pieces, first.stride) for o in owned)
+        return [first] if alike else owned
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.plan.rows[0].ownership.counts[self.rank]
+
+    def shard(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part of a whole tensor whose `dim` is the sequence. Local; every rank has the whole."""
+        dim = check_tokens("shard", tensor, dim, self.plan.seq_len, len(self._cuts))
+        if len(self._cuts) == 1:
+            return tensor.index_select(dim, self.positions.to(tensor.device))
+        rows = zip(tensor.unbind(0), self.positions.to(tensor.device), strict=True)
+        return torch.stack([row.index_select(dim - 1, where) for row, where in rows])
+
+    def unshard(self, tensor: Tensor, dim: int) -> Tensor:
+        """The whole tensor from every rank's part, in the order of the sequence.
+
+        Collective over the mesh. Its gradient is this rank's part of the whole's gradient.
+        """
+        dim = check_tokens("unshard", tensor, dim, self.num_tokens, len(self._cuts))
+        if len(self._cuts) == 1:
+            return self._gather(tensor.movedim(dim, 0), 0).movedim(0, dim)
+        rows = [self._gather(row.movedim(dim - 1, 0), i) for i, row in enumerate(tensor.unbind(0))]
+        return torch.stack([row.movedim(0, dim - 1) for row in rows])
+
+    def _gather(self, rows: Tensor, number: int) -> Tensor:
+        owned = self._cuts[number]
+        group, members = self._group(tuple(range(self.mesh.ndim)))
+        most = max(owned.counts)
+        order = np.empty(owned.seq_len, dtype=np.int64)
+        for place, member in enumerate(members):
+            order[owned.positions(member)] = place * most + np.arange(owned.counts[member])
+        mine = torch.from_numpy(owned.positions(self.rank)).to(rows.device)
+        order_S = torch.from_numpy(order).to(rows.device)
+        return Gather.apply(rows, owned.counts, order_S, mine, group if group.size > 1 else None)
+
+    # -- attention -------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        score_mod: Callable[..., Tensor] | None = None,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
+    ) -> Tensor:
+        """Attention of this rank's queries to every key that the mask shows them: (B, H, tokens, E).
+
+        Collective over the mesh, and so is its backward. `bias` broadcasts to (B, H, seq_len, seq_len) and
+        `score_mod` sees global indices; both, `sinks` and `dropout_seed` are the same on every rank.
+        """
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+        check_call(self.plan, self.num_tokens, q, k, v, bias, sinks, dropout_p, dropout_seed)
+        heads = self._plan_heads(q.shape[1], k.shape[1], q.shape[3], q.element_size())
+        mask_mod = heads.plan.mask.visible if heads.has_elementwise else None
+        score = Score(scale, score_mod, mask_mod, bias, dropout_p, dropout_seed or 0)
+        kernel = self._choose(q, v, score)
+        rows = heads.routes if len(heads.plan.rows) > 1 else heads.routes[:1]
+        call = Call(tuple(Task(route, kernel, score, heads.outer, heads.inner) for route in rows))
+        return Attend.apply(call, q, k, v, bias, sinks, *captured_tensors(score_mod))
+
+    def _choose(self, q: Tensor, v: Tensor, score: Score) -> Kernel:
+        need = need_of(q, v, score, (), torch.is_grad_enabled())
+        self._choice = choose(need._replace(elementwise=score.mask_mod is not None), self._kernel)
+        return self._choice.kernel
+
+    def _plan_heads(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> Heads:
+        key = (num_heads, num_kv_heads, head_dim, dtype_bytes)
+        if key not in self._planned:
+            self._planned[key] = self._prepare(
+                adapt_plan(self.plan, *key, ranks=self._ranks, **self._options)
+            )
+        return self._planned[key]
+
+    def _prepare(self, plan: AttentionPlan) -> Heads:
+        """Groups and routes of a plan. Groups of several axes are made here, by all ranks together."""
+        every = tuple(range(self.mesh.ndim))
+        outer = inner = None
+        members, peers = (0,), (self.rank,)
+        if plan.outer == 1 and plan.inner > 1:
+            inner, peers = self._group(every)
+        elif plan.inner == 1 and plan.outer > 1:
+            outer, members = self._group(every)
+        elif plan.inner > 1:
+            inner, peers = self._group((1,))
+            outer, ranks = self._group((0,))
+            members = tuple(rank // plan.inner for rank in ranks)
+        routes = tuple(Route(row, self.rank, members, peers) for row in plan.rows)
+        elementwise = any(bool(row.schedule.tiles[:, 8].any()) for row in plan.rows)
+        return Heads(plan, routes, outer, inner, elementwise)
+
+    def _group(self, axes: tuple[int, ...]) -> tuple[AxisGroup, tuple[int, ...]]:
+        """The group over the axes, and its members as ranks of the plan."""
+        group = self._comm.group(axes)
+        return group, tuple(self._comm.shape.index(coordinate) for coordinate in group.members)
+
+    def explain(self) -> str:
+        """The plan in words, and the kernel of the last call."""
+        plan = next(reversed(self._planned.values())).plan if self._planned else self.plan
+        kernel = "chosen at the first call"
+        if self._choice is not None:
+            kernel = f"{self._choice.kernel.name} ({self._choice.reason})"
+        return f"{plan.explain()}\n  kernel: {kernel}"

@@ -1,0 +1,259 @@
+"""The driver: walks the stages of a plan on one rank, forward and backward, whatever mask, layout or exchange.
+
+    compute    stage 0        stage 1        stage 2            backward: the same stages again, and the
+    transfer   keys of 1  |   keys of 2  |                      gradients of stage s - 1 on their way home
+                                                                while stage s is computed
+
+Shapes: B batch, H query heads, G key heads, S tokens of this rank (of its group, if heads are split), R
+queries computed here for others (rows S to S + R of the query buffer), K rows of a stage's key buffer,
+D head dim, E value head dim. Partial results, gradients and their sums are fp32 (fp64 for fp64).
+
+Collective: every rank of the mesh runs the same plan. Nothing here can fail for one rank only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Score, zero_like
+from longmesh.attention.merge import Partial, accumulate_dtype, empty_partial, merge_
+from longmesh.attention.route import Move, Route
+from longmesh.attention.rows import add_rows_, from_rows, place_rows, take_rows, to_rows
+from longmesh.comm import AxisGroup
+from longmesh.comm.p2p import Pending, start_all_to_all, start_send_receive
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One batch row's plan (or the whole batch's) on this rank, and what computes and carries it."""
+
+    route: Route
+    kernel: Kernel
+    score: Score
+    outer: AxisGroup | None
+    inner: AxisGroup | None
+    batch_start: int = 0
+
+    def start(self, move: Move, source_SW: Tensor) -> Pending:
+        assert self.outer is not None, "a plan for one group moves nothing"
+        send = start_send_receive if move.by_messages else start_all_to_all
+        rows = take_rows(source_SW, move.take)
+        return send(rows, send_counts=move.send_counts, recv_counts=move.recv_counts, group=self.outer)
+
+
+class Forward(NamedTuple):
+    """The result of the own queries, and the queries of others that were computed here, as rows."""
+
+    state: Partial
+    remote_q_RW: Tensor | None
+
+
+def run_forward(task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> Forward:
+    """Attention of this rank's queries. Its last merge is done; sinks are not applied."""
+    route, remote = task.route, None
+    if route.has_remote_queries:
+        queries = task.start(route.queries, to_rows(q_BHSD))
+    state = None
+    for number, k, v in _key_stages(task, k_BGSD, v_BGSE):
+        if number == 1 and route.has_remote_queries:
+            remote = place_rows(queries.wait(), route.queries.place)
+            q_BHSD = torch.cat([q_BHSD, *from_rows(remote, q_BHSD)], dim=2)
+            state = _extended(state, len(remote), q_BHSD, v.shape[-1])
+        state = _attend(task, number, q_BHSD, k, v, state)
+    if state is None:
+        state = empty_partial(q_BHSD, v_BGSE.shape[-1])
+    if route.has_remote_queries:
+        state = _bring_results_home(task, state)
+    return Forward(state, remote)
+
+
+def run_backward(
+    task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, remote_q_RW: Tensor | None,
+    final: Final, totals: Gradients,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv of this rank's tokens, in the accumulating dtype; dbias and dcaptured of `totals` grow."""
+    route, S = task.route, q_BHSD.shape[2]
+    if remote_q_RW is not None:
+        finals = task.start(route.queries, to_rows(final.out_BHSE, final.dout_BHSE, final.lse_BHS))
+    dq_BHSD = zero_like(q_BHSD)
+    own_SW = _zero_rows(k_BGSD, v_BGSE)
+    home: tuple[Move, Pending] | None = None
+    for number, k, v in _key_stages(task, k_BGSD, v_BGSE):
+        if number == 1 and remote_q_RW is not None:
+            q_BHSD = torch.cat([q_BHSD, *from_rows(remote_q_RW, q_BHSD)], dim=2)
+            dq_BHSD = torch.cat([dq_BHSD, zero_like(q_BHSD[:, :, S:])], dim=2)
+            final = _extended_final(final, place_rows(finals.wait(), route.queries.place))
+        move = route.home[number]
+        grads_KW = own_SW if move is None else _zero_rows(k, v)
+        dk, dv = from_rows(grads_KW, k, v)
+        gradients = Gradients(dq_BHSD, dk, dv, totals.dbias, totals.dcaptured)
+        _differentiate(task, number, q_BHSD, k, v, final, gradients)
+        _arrive(home, own_SW)
+        home = None if move is None else (move, task.start(move, grads_KW))
+    if remote_q_RW is not None:
+        back = route.queries.transposed
+        add = task.start(back, to_rows(dq_BHSD[:, :, S:])).wait()
+        dq_rows = to_rows(dq_BHSD[:, :, :S])
+        add_rows_(dq_rows, back.place, add)
+        (dq_BHSD,) = from_rows(dq_rows, dq_BHSD)
+    _arrive(home, own_SW)
+    dk_BGSD, dv_BGSE = from_rows(own_SW, k_BGSD, v_BGSE)
+    return dq_BHSD, dk_BGSD, dv_BGSE
+
+
+def _zero_rows(k_BGKD: Tensor, v_BGKE: Tensor) -> Tensor:
+    B, G, K, D = k_BGKD.shape
+    dtype = accumulate_dtype(k_BGKD.dtype)
+    return torch.zeros((K, B * G * (D + v_BGKE.shape[-1])), dtype=dtype, device=k_BGKD.device)
+
+
+def _arrive(home: tuple[Move, Pending] | None, own_SW: Tensor) -> None:
+    """Waits for the gradients that other ranks computed for my keys, and adds them."""
+    if home is not None:
+        move, pending = home
+        add_rows_(own_SW, move.place, pending.wait())
+
+
+def _key_stages(task: Task, k_BGSD: Tensor, v_BGSE: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The keys and values of each stage, the next one's transfer already under way when it is handed out."""
+    stages, moves = task.route.plan.stages, task.route.keys
+    own_SW = buffer_KW = to_rows(k_BGSD, v_BGSE) if any(m is not None for m in moves) else None
+    for number, stage in enumerate(stages):
+        following = moves[number + 1] if number + 1 < len(stages) else None
+        pending = None
+        if following is not None:
+            source = buffer_KW if following.by_messages else own_SW
+            assert source is not None
+            pending = task.start(following, source)
+        if following is None or following.by_messages:
+            own_SW = None  # a ring passes on what it received
+        if stage.local:
+            yield number, k_BGSD, v_BGSE
+        else:
+            assert buffer_KW is not None
+            k, v = from_rows(buffer_KW, k_BGSD, v_BGSE)
+            yield number, k, v
+        if following is not None and pending is not None:
+            buffer_KW = place_rows(pending.wait(), following.place)
+
+
+class Unit(NamedTuple):
+    """What one kernel call takes: batch rows, query heads and the key heads they read, within the buffers."""
+
+    batch: slice
+    q_heads: slice
+    kv_heads: slice
+    head_start: int
+
+
+def units_of(task: Task, batch: int) -> list[Unit]:
+    """The whole buffers, unless heads are split so that groups of query heads are cut; then batch row by row,
+    since only there a part of the heads is one dim with the batch."""
+    heads = task.route.plan.heads
+    if heads is None:
+        return [Unit(slice(None), slice(None), slice(None), 0)]
+    if len(heads.parts) == 1:
+        return [Unit(slice(None), slice(None), slice(None), heads.q_start)]
+    return [
+        Unit(
+            slice(b, b + 1),
+            slice(p.q_start - heads.q_start, p.q_stop - heads.q_start),
+            slice(p.kv_start - heads.kv_start, p.kv_stop - heads.kv_start),
+            p.q_start,
+        )
+        for b in range(batch)
+        for p in heads.parts
+    ]
+
+
+def _coordinates(task: Task, number: int, unit: Unit) -> Coordinates:
+    start = task.batch_start + (unit.batch.start or 0)
+    blocks, score = task.route.plan.stages[number].blocks, task.score
+    if score.score_mod or score.bias is not None or score.dropout_p or any(b.elementwise for b in blocks):
+        route = task.route
+        return Coordinates(route.q_positions, route.k_positions[number], start, unit.head_start)
+    return Coordinates(batch_start=start, head_start=unit.head_start)
+
+
+def _attend(
+    task: Task, number: int, q_BHSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, state: Partial | None
+) -> Partial | None:
+    blocks = task.route.plan.stages[number].blocks
+    if not blocks:
+        return state
+    units = units_of(task, q_BHSD.shape[0])
+    if len(units) == 1:
+        where = _coordinates(task, number, units[0])
+        return task.kernel.forward(q_BHSD, k_BGKD, v_BGKE, blocks, task.score, where, state)
+    state = empty_partial(q_BHSD, v_BGKE.shape[-1]) if state is None else state
+    for unit in units:
+        b, h, g, _ = unit
+        part = Partial(state.out_BHSD[b, h], state.lse_BHS[b, h])
+        where = _coordinates(task, number, unit)
+        task.kernel.forward(q_BHSD[b, h], k_BGKD[b, g], v_BGKE[b, g], blocks, task.score, where, part)
+    return state
+
+
+def _differentiate(
+    task: Task, number: int, q_BHSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, final: Final, grads: Gradients
+) -> None:
+    blocks = task.route.plan.stages[number].blocks
+    if not blocks:
+        return
+    units = units_of(task, q_BHSD.shape[0])
+    for unit in units:
+        b, h, g, _ = unit
+        where = _coordinates(task, number, unit)
+        whole = len(units) == 1
+        part = final if whole else Final(final.out_BHSE[b, h], final.lse_BHS[b, h], final.dout_BHSE[b, h])
+        into = Gradients(
+            grads.dq_BHSD[b, h], grads.dk_BGKD[b, g], grads.dv_BGKE[b, g], grads.dbias, grads.dcaptured
+        )
+        qkv = q_BHSD[b, h], k_BGKD[b, g], v_BGKE[b, g]
+        task.kernel.backward(*qkv, blocks, task.score, where, part, into)
+
+
+# -- queries that are computed away from home ----------------------------------------------------
+
+
+def _extended(state: Partial | None, rows: int, q_BHSD: Tensor, v_head_dim: int) -> Partial:
+    """The state with `rows` more that have seen nothing, behind the own ones."""
+    whole = empty_partial(q_BHSD, v_head_dim)
+    if state is not None:
+        own = q_BHSD.shape[2] - rows
+        whole.out_BHSD[:, :, :own] = state.out_BHSD
+        whole.lse_BHS[:, :, :own] = state.lse_BHS
+    return whole
+
+
+def _extended_final(final: Final, rows_RW: Tensor) -> Final:
+    out, dout, lse = from_rows(rows_RW, final.out_BHSE, final.dout_BHSE, final.lse_BHS)
+    return Final(
+        torch.cat([final.out_BHSE, out], 2),
+        torch.cat([final.lse_BHS, lse], 2),
+        torch.cat([final.dout_BHSE, dout], 2),
+    )
+
+
+def _bring_results_home(task: Task, state: Partial) -> Partial:
+    """Sends results of others' queries back and merges those of mine. Every rank of the group calls it."""
+    S, back = task.route.tokens_in_group, task.route.queries.transposed
+    out, lse = state
+    received = task.start(back, to_rows(out[:, :, S:], lse[:, :, S:])).wait()
+    out, lse = out[:, :, :S], lse[:, :, :S]
+    at = 0
+    for count in back.recv_counts:  # one peer after the other: two may have computed the same query
+        if count:
+            theirs = from_rows(received[at : at + count], out, lse)
+            rows = torch.arange(S)[back.place][at : at + count].to(out.device)
+            mine_out, mine_lse = out.index_select(2, rows), lse.index_select(2, rows)
+            merge_(mine_out, mine_lse, *theirs)
+            out.index_copy_(2, rows, mine_out)
+            lse.index_copy_(2, rows, mine_lse)
+        at += count
+    return Partial(out, lse)

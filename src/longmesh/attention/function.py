@@ -1,0 +1,130 @@
+"""The autograd functions: attention over a plan, and the gathering of a cut tensor.
+
+Shapes: B batch, H query heads, G key heads, T tokens of this rank, S of its group, D head dim, E value's.
+
+What is saved for backward is what one rank holds anyway: queries, keys and values (head shards, where heads
+are split), the result and its log-sum-exp. Keys of other ranks are fetched again.
+
+Gradients of tensors that every rank holds whole (bias, sinks, what score_mod captured) are this rank's
+share: their sum over the ranks is the gradient, as for the weights of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longmesh.attention.driver import Task, run_backward, run_forward
+from longmesh.attention.heads import KV, Q, to_heads, to_tokens
+from longmesh.attention.kernel.base import Gradients, finish, zero_like
+from longmesh.attention.merge import apply_sinks, sinks_gradient
+from longmesh.comm import AxisGroup, collectives
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One attention call: a task for the whole batch, or one for each batch row."""
+
+    tasks: tuple[Task, ...]
+
+    def batches(self) -> list[tuple[Task, slice]]:
+        if len(self.tasks) == 1:
+            return [(self.tasks[0], slice(None))]
+        return [(replace(task, batch_start=b), slice(b, b + 1)) for b, task in enumerate(self.tasks)]
+
+
+class Attend(torch.autograd.Function):
+    """`Attend.apply(call, q, k, v, bias, sinks, *captured)`. Collective over the mesh, both ways."""
+
+    @staticmethod
+    def forward(ctx, call: Call, q, k, v, bias, sinks, *captured):
+        ctx.call, ctx.num_captured, ctx.kv_heads = call, len(captured), k.shape[1]
+        outs, saved = [], []
+        with torch.autocast(q.device.type, enabled=False):
+            for task, b in call.batches():
+                out, kept = _forward_row(task, q[b], k[b], v[b], sinks)
+                outs.append(out)
+                saved += kept
+        ctx.save_for_backward(bias, sinks, *captured, *saved)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):  # type: ignore[override]
+        bias, sinks, *rest = ctx.saved_tensors
+        captured, saved = rest[: ctx.num_captured], rest[ctx.num_captured :]
+        dbias = zero_like(bias) if ctx.needs_input_grad[4] else None
+        dsinks = torch.zeros_like(sinks) if sinks is not None else None
+        totals = Gradients(dout, dout, dout, dbias, [zero_like(t) for t in captured])
+        rows = []
+        with torch.autocast(dout.device.type, enabled=False):
+            for i, (task, b) in enumerate(ctx.call.batches()):
+                kept = saved[6 * i : 6 * i + 6]
+                rows.append(_backward_row(task, dout[b], kept, sinks, dsinks, totals, ctx.kv_heads))
+        dqkv = rows[0] if len(rows) == 1 else [torch.cat(parts) for parts in zip(*rows, strict=True)]
+        dqkv = [grad.to(saved[0].dtype) for grad in dqkv]
+        dbias = None if dbias is None else dbias.to(bias.dtype)
+        dcaptured = [grad.to(t.dtype) for grad, t in zip(totals.dcaptured, captured, strict=True)]
+        return None, *dqkv, dbias, dsinks, *dcaptured
+
+
+def _forward_row(task: Task, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):
+    """The output of this rank's tokens, and the six tensors that backward needs."""
+    num_heads, dtype = q.shape[1], q.dtype
+    if task.inner is not None:
+        q, k, v = to_heads(task, (q, k, v), (Q, KV, KV))
+    state, remote_q = run_forward(task, q, k, v)
+    if sinks is not None:
+        state = apply_sinks(state, sinks[_my_heads(task)])
+    out = state.out_BHSD.to(dtype)
+    kept = [q, k, v, *state, remote_q]
+    if task.inner is not None:
+        (out,) = to_tokens(task, [out], [Q], [num_heads])
+    return out, kept
+
+
+def _backward_row(task: Task, dout, kept, sinks, dsinks, totals: Gradients, kv_heads: int):
+    q, k, v, out, lse, remote_q = kept
+    num_heads = dout.shape[1]
+    if task.inner is not None:
+        (dout,) = to_heads(task, [dout], [Q])
+    final = finish(out, lse, dout)
+    if dsinks is not None:
+        heads = _my_heads(task)
+        dsinks[heads] += sinks_gradient(sinks[heads], final.lse_BHS, final.delta_BHS)
+    grads = run_backward(task, q, k, v, remote_q, final, totals)
+    if task.inner is not None:
+        return to_tokens(task, grads, (Q, KV, KV), (num_heads, kv_heads, kv_heads))
+    return grads
+
+
+def _my_heads(task: Task) -> slice:
+    heads = task.route.plan.heads
+    return slice(None) if heads is None else slice(heads.q_start, heads.q_stop)
+
+
+class Gather(torch.autograd.Function):
+    """`Gather.apply(rows, counts, order, mine, group)`: every rank's rows, in the order that `order` says.
+
+    Collective forward; backward sends nothing: the gradient of a rank's rows is its part.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, counts: tuple[int, ...], order: Tensor, mine: Tensor, group: AxisGroup | None):
+        ctx.save_for_backward(mine)
+        if group is None:
+            return rows.index_select(0, order)
+        most = max(counts)
+        padded = rows.new_zeros((most, *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        whole = collectives.all_gather(padded.view(-1), group=group).view(len(counts) * most, *rows.shape[1:])
+        return whole.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[override]
+        (mine,) = ctx.saved_tensors
+        return grad.index_select(0, mine), None, None, None, None

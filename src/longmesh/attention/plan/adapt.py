@@ -1,0 +1,56 @@
+"""A plan for other head counts with the same layout: positions that were handed out stay valid."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.exchange.ulysses import share_heads
+from longmesh.attention.mask.base import Mask
+from longmesh.attention.mask.slices import stride_slices
+from longmesh.attention.plan.api import plan_attention
+from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
+from longmesh.attention.plan.schedule import make_schedule
+
+
+def adapt_plan(
+    plan: AttentionPlan,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype_bytes: int,
+    *,
+    ranks: int | Sequence[int],
+    seq_len: int,
+    mask: Mask | None,
+    exchange: Exchange | str,
+    chunk: int,
+) -> AttentionPlan:
+    """The best plan for these heads if it cuts the sequence as `plan` does; else `plan`'s cut and exchange."""
+    heads = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "dtype_bytes": dtype_bytes,
+    }
+    fresh = plan_attention(
+        seq_len=seq_len, ranks=ranks, mask=mask, layout=plan.layout, exchange=exchange, chunk=chunk, **heads
+    )
+    pairs = zip(plan.rows, fresh.rows, strict=True)
+    if all(_cut(old) == _cut(new) for old, new in pairs):
+        return fresh
+    shares = share_heads(num_heads, num_kv_heads, plan.inner) if plan.exchange.splits_heads else None
+    rows: list[RowPlan] = []
+    for number, row in enumerate(plan.rows):
+        grouped = row.schedule.ownership
+        slices = plan.mask.slices(plan.seq_len, row=number, num_heads=num_heads)
+        if grouped.stride != 1:
+            slices = stride_slices(slices, grouped.stride, plan.seq_len)
+        schedule = make_schedule(slices, grouped, plan.exchange)
+        rows.append(RowPlan(row.ownership, schedule, row.inner, shares))
+    return dataclasses.replace(plan, rows=tuple(rows), **heads)
+
+
+def _cut(row: RowPlan) -> tuple:
+    return row.ownership.pieces, row.ownership.stride

@@ -1,0 +1,105 @@
+"""Route: one rank's plan for one batch row with row numbers as tensors, ready to gather and scatter with.
+
+A transfer moves rows of buffers. A `Move` says which rows of my source buffer go out, in the order of
+the group's members, and where each row that arrives lies in the destination. Its transpose brings
+gradients home: what was `take` becomes `place` and the other way round, and counts swap.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longmesh.attention.exchange.fragment import OWNER, RANK, STAGE, START, STOP
+from longmesh.attention.plan.attention_plan import RankPlan, RowPlan, Rows, Stage
+
+Where = Tensor | slice
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """`take`: rows of the source in the order they are sent. `place`: where the rows that arrive lie."""
+
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    take: Where
+    place: Where
+    by_messages: bool = False
+
+    @property
+    def num_received(self) -> int:
+        return sum(self.recv_counts)
+
+    @functools.cached_property
+    def transposed(self) -> Move:
+        return Move(self.recv_counts, self.send_counts, self.place, self.take, self.by_messages)
+
+
+def make_move(
+    sends: Sequence[Rows], receives: Sequence[Rows], members: Sequence[int], by_messages: bool = False
+) -> Move:
+    """`sends` are rows of my source buffer; `receives`, in order, fill the destination from its first row."""
+    send_counts = [sum(r.stop - r.start for r in sends if r.rank == m) for m in members]
+    recv_counts = [sum(r.stop - r.start for r in receives if r.rank == m) for m in members]
+    take = [np.arange(r.start, r.stop) for m in members for r in sends if r.rank == m]
+    sizes = [r.stop - r.start for r in receives]
+    offsets = np.cumsum([0, *sizes])
+    place = [
+        np.arange(offsets[i], offsets[i + 1]) for m in members for i, r in enumerate(receives) if r.rank == m
+    ]
+    return Move(tuple(send_counts), tuple(recv_counts), _where(take), _where(place), by_messages)
+
+
+def _where(spans: list[np.ndarray]) -> Where:
+    """A slice if the rows are adjacent and in order, else their numbers."""
+    rows = np.concatenate([np.zeros(0, dtype=np.int64), *spans])
+    if len(rows) == 0:
+        return slice(0, 0)
+    if (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return torch.from_numpy(rows)
+
+
+class Route:
+    """What the driver needs of a plan for one batch row, on one rank. `members`: plan ranks in the order of
+    the group that keys travel in; `peers`: those of the group that splits heads."""
+
+    def __init__(self, row: RowPlan, rank: int, members: Sequence[int], peers: Sequence[int]) -> None:
+        self.row = row
+        self.plan: RankPlan = row.rank(rank)
+        self.peers = tuple(peers)
+        self.tokens_in_group = row.schedule.ownership.counts[self.plan.group]
+        self._members = tuple(members)
+        self.has_remote_queries = len(row.schedule.queries) > 0
+        self.keys = tuple(None if s.local else self._key_move(s) for s in self.plan.stages)
+        self.home = tuple(None if s.local else self._home_move(i, s) for i, s in enumerate(self.plan.stages))
+        self.queries = make_move(self.plan.queries_out, self.plan.queries_in, self._members)
+
+    def _key_move(self, stage: Stage) -> Move:
+        return make_move(stage.sends, stage.receives, self._members, stage.relay)
+
+    def _home_move(self, number: int, stage: Stage) -> Move:
+        """The way of gradients: straight to the owners, also where the keys were passed on."""
+        f = self.row.schedule.fragments
+        lent = f[(f[:, OWNER] == self.plan.group) & (f[:, STAGE] == number)]
+        sends = [Rows(*entry) for entry in lent[:, [RANK, START, STOP]].tolist()]
+        return make_move(sends, stage.kv, self._members, stage.relay).transposed
+
+    @functools.cached_property
+    def q_positions(self) -> Tensor:
+        return torch.from_numpy(self.row.group_positions(self.plan.rank))
+
+    @functools.cached_property
+    def k_positions(self) -> tuple[Tensor, ...]:
+        numbers = range(len(self.plan.stages))
+        return tuple(torch.from_numpy(self.row.stage_positions(self.plan.rank, i)) for i in numbers)
+
+    @functools.cached_property
+    def peer_rows(self) -> tuple[Where, ...]:
+        """For each peer, the rows of the group's buffers that its tokens have."""
+        return tuple(_where([self.row.group_rows(peer)]) for peer in self.peers)
