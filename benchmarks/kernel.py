@@ -1,6 +1,6 @@
 """Block kernels against what one would write by hand, in one process: ratios of times, below 1 is faster.
 
-    python benchmarks/kernel.py [--threads 2] [--repeat 5] [--flex]
+    python benchmarks/kernel.py [--threads 2] [--repeat 5] [--flex] [--only documents]
 
 8 heads of 64, fp32. Each pair is timed alternately and the minimum of each is compared, since other
 processes share the cores; with one thread it is CPU time that is compared, which they disturb less.
@@ -132,40 +132,52 @@ def compare(name: str, mine: Callable[[], None], theirs: Callable[[], None], rep
     print(f"{name:<58} {a:10.2f} {b:10.2f} {a / b:7.2f}", flush=True)
 
 
+def windows(repeat: int, flex: bool) -> None:
+    long = inputs(32768)
+    window = [Block(0, 32768, 0, 32768, -WINDOW, 0)]
+    if flex:
+        compare(
+            "window 1 Ki of 32 Ki, forward, compiled flex",
+            ours(long, window, False),
+            compiled_flex(long),
+            repeat,
+        )
+    for backward, what in ((False, "forward"), (True, "forward + backward")):
+        theirs = by_hand(long, window_pieces, backward)
+        compare(f"window 1 Ki of 32 Ki, {what}, loop of 1 Ki", ours(long, window, backward), theirs, repeat)
+
+
+def packed(repeat: int, _flex: bool) -> None:
+    long = inputs(32768)
+    for mean in (2000, 500, 100, 30):
+        lengths = packed_lengths(32768, mean)
+        theirs = by_hand(long, document_pieces(lengths), True)
+        name = f"{len(lengths)} documents in 32 Ki, forward + backward, loop"
+        compare(name, ours(long, documents(lengths), True), theirs, repeat)
+
+
+def causal(repeat: int, _flex: bool) -> None:
+    for length in (128, 512, 2048, 8192):
+        tensors = inputs(length)
+        for backward, what in ((False, "forward"), (True, "forward + backward")):
+            mine = ours(tensors, [Block(0, length, 0, length, -UNBOUNDED, 0)], backward)
+            theirs = by_hand(tensors, causal_pieces, backward)
+            compare(f"causal {length}, {what}, SDPA", mine, theirs, repeat * max(1, 8192 // length))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--flex", action="store_true")
+    parser.add_argument("--only", choices=["window", "documents", "causal"])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(f"{'case (' + str(args.threads) + ' threads)':<58} {'ours ms':>10} {'other ms':>10} {'ratio':>7}")
 
-    long = inputs(32768)
-    window = [Block(0, 32768, 0, 32768, -WINDOW, 0)]
-    if args.flex:
-        compare(
-            "window 1 Ki of 32 Ki, forward, compiled flex",
-            ours(long, window, False),
-            compiled_flex(long),
-            args.repeat,
-        )
-    for backward, what in ((False, "forward"), (True, "forward + backward")):
-        theirs = by_hand(long, window_pieces, backward)
-        compare(
-            f"window 1 Ki of 32 Ki, {what}, loop of 1 Ki", ours(long, window, backward), theirs, args.repeat
-        )
-    for mean in (2000, 500, 100, 30):
-        lengths = packed_lengths(32768, mean)
-        theirs = by_hand(long, document_pieces(lengths), True)
-        name = f"{len(lengths)} documents in 32 Ki, forward + backward, loop"
-        compare(name, ours(long, documents(lengths), True), theirs, args.repeat)
-    for length in (128, 512, 2048, 8192):
-        tensors = inputs(length)
-        repeat = args.repeat * max(1, 8192 // length)
-        for backward, what in ((False, "forward"), (True, "forward + backward")):
-            mine = ours(tensors, [Block(0, length, 0, length, -UNBOUNDED, 0)], backward)
-            compare(f"causal {length}, {what}, SDPA", mine, by_hand(tensors, causal_pieces, backward), repeat)
+    for name, cases in (("window", windows), ("documents", packed), ("causal", causal)):
+        if args.only in (None, name):
+            cases(args.repeat, args.flex)
 
 
 if __name__ == "__main__":
