@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import longmesh
 from longmesh import Replicate, Shard, distribute_tensor
 from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError
+from longmesh.testing import cpu_mesh
 
 
 def make_params(mesh):
@@ -27,7 +27,7 @@ def step(params, x, rate=0.1):
 
 
 def train(mesh_size):
-    mesh = init_device_mesh("cpu", (mesh_size,))
+    mesh = cpu_mesh(mesh_size)
     inputs = [torch.randn(n, 5, generator=torch.Generator().manual_seed(n)) for n in (4, 4, 6, 4)]
     curves, weights, counts = [], [], []
     for run in (step, longmesh.capture(step)):
@@ -49,7 +49,7 @@ def test_a_captured_train_step_is_the_eager_one(pool, ranks):
 
 
 def traced_ops():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     run = longmesh.capture(step)
     batch = distribute_tensor(torch.ones(4, 5), mesh, [Replicate()])
     run(make_params(mesh), batch)
@@ -65,7 +65,7 @@ def test_a_trace_holds_local_ops_and_collectives_only(pool):
 
 
 def mistakes():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     params = make_params(mesh)
     texts = []
     for fn in (lambda p: p[0] * 2, lambda p: torch.rand_like(p[0].detach())):

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import longmesh
 from longmesh import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError, NotDistributedError
-from longmesh.testing import RankError
+from longmesh.testing import RankError, cpu_mesh
 
 
 def error_text(fn):
@@ -29,7 +29,7 @@ def error_text(fn):
 
 
 def scattered(shape, mesh_shape, placements, order, source):
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = cpu_mesh(*mesh_shape)
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
     coordinate = mesh.get_coordinate()
     mine = whole if all(c == source for c in coordinate) else torch.full_like(whole, -1)
@@ -57,7 +57,7 @@ def test_distribute_tensor_takes_the_source_ranks_data(pool, mesh_shape, placeme
 
 
 def silent():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     with record_comm() as log:
         x = distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)], src_data_rank=None)
         DTensor.from_local(x.to_local(), mesh, [Shard(0)], shape=(3, 2)).to_local()
@@ -73,7 +73,7 @@ def test_what_sends_nothing(pool):
 
 
 def roundtrip(op):
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = cpu_mesh(3)
     local = (torch.arange(4.0) + dist.get_rank()).requires_grad_()
     x = DTensor.from_local(local, mesh, [Partial(op)])
     y = x.to_local()
@@ -90,7 +90,7 @@ def test_gradient_of_terms_and_back_is_the_identity(pool):
 
 
 def grad_placements():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     local = torch.ones(2, requires_grad=True)
     rank = dist.get_rank()
     x = DTensor.from_local(local, mesh, [Replicate()], grad_placements=[Replicate()])
@@ -104,7 +104,7 @@ def test_grad_placements_of_to_local(pool):
 
 
 def used_twice():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     whole = torch.arange(3.0)
     x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
     y = x.redistribute(placements=[Replicate()])
@@ -118,7 +118,7 @@ def test_gradients_of_two_uses_add_up_in_the_tensors_layout(pool):
 
 
 def mixed_precision():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
     with record_comm() as log:
         y = x.redistribute(
@@ -133,7 +133,7 @@ def test_redistribute_in_another_precision(pool):
 
 
 def checked(sizes, shape):
-    mesh = init_device_mesh("cpu", (len(sizes),))
+    mesh = cpu_mesh(len(sizes))
     local = torch.full((sizes[dist.get_rank()],), float(dist.get_rank()))
     return error_text(lambda: DTensor.from_local(local, mesh, [Shard(0)], run_check=True, shape=shape))
 
@@ -150,7 +150,7 @@ def test_run_check_raises_on_every_rank_or_none(pool):
 
 
 def replicas():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     return (
         DTensor.from_local(torch.full((2,), float(dist.get_rank())), mesh, run_check=True).to_local().tolist()
     )
@@ -164,7 +164,7 @@ def test_run_check_makes_replicas_equal(pool):
 
 
 def factories():
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = cpu_mesh(3)
     with mesh:
         made = [
             longmesh.zeros(5, 2, placements=[Shard(0)]),
@@ -192,7 +192,7 @@ def test_factories(pool):
 
 
 def copies():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     x = distribute_tensor(nn.Parameter(torch.arange(3.0)), mesh, [Shard(0)])
     x.grad = distribute_tensor(torch.ones(3), mesh, [Shard(0)], src_data_rank=None)
     deep = copy.deepcopy(x)
@@ -220,7 +220,7 @@ def test_copy_pickle_save_flatten(pool):
 
 
 def module():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     torch.manual_seed(dist.get_rank())
     net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
 
@@ -256,8 +256,8 @@ def test_distribute_module_and_state_dict(pool):
 
 
 def mistakes():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    other = init_device_mesh("cpu", (1, 2))
+    mesh = cpu_mesh(2, names=("tp",))
+    other = cpu_mesh(1, 2)
     x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
     leaf = torch.ones(2, requires_grad=True)
     return {
@@ -333,7 +333,7 @@ def test_a_rank_outside_the_mesh(pool):
 
 
 def no_process_group():
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = cpu_mesh(1)
     dist.destroy_process_group()
     fresh = DeviceMesh.__new__(DeviceMesh)
     fresh.__dict__.update(mesh.__dict__)

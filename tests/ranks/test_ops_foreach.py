@@ -3,11 +3,11 @@
 import random
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from longmesh import DTensor, Partial, Replicate, Shard
 from longmesh.comm import record_comm
 from longmesh.spec import Layout
+from longmesh.testing import cpu_mesh
 from support.layouts import random_layout
 from support.op_check import distribute
 
@@ -63,7 +63,7 @@ CASES = {
 
 
 def all_cases(mesh_shape):
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = cpu_mesh(*mesh_shape)
     rng = random.Random(0)
     found = []
     for name, calls in CASES.items():
@@ -100,7 +100,7 @@ def test_foreach(pool):
 
 
 def norms():
-    mesh, flat = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    mesh, flat = cpu_mesh(2, 2), cpu_mesh(4)
     rng = random.Random(0)
     found = []
     for order in (2.0, 1.0, 3.0, float("inf"), 0.0):
@@ -128,7 +128,7 @@ def test_norms_of_uneven_empty_and_mixed_members(pool):
 
 
 def counted():
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = cpu_mesh(3)
     x = [distribute(torch.randn(5, 2), mesh, Layout(mesh, [Shard(0)])) for _ in range(10)]
     pending = [distribute(torch.randn(5, 2), mesh, Layout(mesh, [Partial()])) for _ in range(10)]
     with record_comm() as silent:
@@ -146,7 +146,7 @@ def test_one_collective_for_all_norms_and_none_for_what_is_local(pool):
 
 
 def two_meshes():
-    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    world = cpu_mesh(2, 2, names=("dp", "tp"))
     a = distribute(torch.tensor(3.0), world, Layout(world, [Replicate(), Partial()]))
     b = distribute(torch.tensor(4.0), world["tp"], Layout(world["tp"], [Partial()]))
     x = distribute(torch.arange(5.0), world, Layout(world, [Shard(0), Replicate()]))

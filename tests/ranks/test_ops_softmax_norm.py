@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from longmesh import Replicate, Shard, distribute_tensor
 from longmesh.comm import record_comm
+from longmesh.testing import cpu_mesh
 from support.op_check import compare_op
 
 MESHES = {3: (3,), 4: (2, 2)}
@@ -103,7 +103,7 @@ def test_group_batch_and_instance_norm(pool, ranks):
 
 
 def running_statistics():
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = cpu_mesh(3)
     torch.manual_seed(0)
     whole = torch.randn(7, 4, 2)
     found = []
@@ -121,7 +121,7 @@ def test_running_statistics_are_those_of_the_whole_batch(pool):
 
 
 def traffic():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     x = distribute_tensor(torch.randn(4, 1000), mesh, [Shard(1)]).requires_grad_()
     with record_comm() as log:
         y = torch.softmax(x, 1)

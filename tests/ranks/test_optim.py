@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from longmesh import DTensor, Partial, Replicate, Shard, distribute_tensor
 from longmesh.comm import record_comm
 from longmesh.spec import Layout
+from longmesh.testing import cpu_mesh
 from support.op_check import distribute
 
 PLACEMENTS = {
@@ -55,7 +55,7 @@ def distribute_net(net, mesh, placements):
 
 def make_pair(mesh_shape=(3,), rows=4):
     """A plain net and input, and the same distributed; 7 columns and 4 rows are cut unevenly by 3 ranks."""
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = cpu_mesh(*mesh_shape)
     net = make_net()
     x = torch.randn(rows, 5, dtype=torch.float64)
     places = [Shard(0), *[Replicate()] * (len(mesh_shape) - 1)]
@@ -133,7 +133,7 @@ def test_a_step_sends_nothing_where_gradients_lie_as_parameters(pool):
 
 
 def clipped():
-    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    world = cpu_mesh(2, 2, names=("dp", "tp"))
     shapes = [(9, 5), (7,), (1, 3), (5, 2)]
     layouts = [
         Layout(world, [Shard(0), Shard(0)]),

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from longmesh import DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, plan_redistribute
 from longmesh.comm import comm_of, record_comm
+from longmesh.testing import cpu_mesh
 from support.layouts import random_layout
 from support.simulate import cut
 
@@ -35,7 +35,7 @@ def term(whole, layout, coordinate, seed):
 
 
 def random_cases(mesh_shape, count, seed, differentiable):
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = cpu_mesh(*mesh_shape)
     rng = random.Random(seed)
     ops = ("sum", "avg") if differentiable else ("sum", "avg", "product", "min", "max")
     for number in range(count):
@@ -97,7 +97,7 @@ def test_gradients(pool, ranks, mesh_shape):
 
 
 def move_every_dtype():
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = cpu_mesh(3)
     seen = []
     for dtype in (
         torch.bool,
@@ -142,7 +142,7 @@ def test_ranks_of_a_mesh_in_any_order(pool):
 
 
 def call_sites():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = cpu_mesh(2, names=("tp",))
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None)
     with record_comm() as outer, record_comm() as inner:
         x.full_tensor()
