@@ -172,6 +172,13 @@ def test_ops_and_seeds_are_independent():
         assert abs((x[:-lag] * x[lag:]).mean().item() * 12) < 4.5 / math.sqrt(n)
 
 
+@pytest.mark.parametrize("case", range(len(DISTRIBUTIONS)))
+def test_a_distribution_can_be_written_down(case):
+    distribution, dtype = DISTRIBUTIONS[case]
+    again = distributions.Distribution.from_text(distribution.to_text())
+    assert torch.equal(draw(again, dtype, (100,)), draw(distribution, dtype, (100,)))
+
+
 # -- state and mistakes ------------------------------------------------------------------------------
 
 

@@ -200,6 +200,36 @@ def test_recomputation_repeats_the_masks(pool, use_reentrant):
         assert not torch.equal(grads[0][0], grads[1][0])
 
 
+def twice(x):
+    return nn.functional.dropout(x, 0.5), nn.functional.dropout(x, 0.5)
+
+
+def compiled(backend):
+    mesh = init_device_mesh("cpu", (2,))
+    torch._dynamo.reset()
+    fn = torch.compile(twice, backend=backend, fullgraph=True)
+    x = longmesh.ones(9, 16, device_mesh=mesh, placements=[Shard(0)]).requires_grad_()
+    ones = torch.ones_like(x.detach())
+    runs = []
+    for step in (fn, fn, twice, twice):
+        if len(runs) in (0, 2):
+            longmesh.manual_seed(0)
+        a, b = step(x)
+        (grad,) = torch.autograd.grad((a, b), x, (ones, 3 * ones))
+        runs.append([t.detach().full_tensor() for t in (a, b, grad)])
+    return runs
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_draws_anew_whenever_it_runs(pool, backend):
+    for runs in pool.run(compiled, backend, ranks=2):
+        for a, b, grad in runs:
+            assert not torch.equal(a, b) and torch.equal(grad, a + 3 * b)
+        assert not torch.equal(runs[0][0], runs[1][0])
+        for traced, plain in zip(runs[:2], runs[2:], strict=True):
+            assert all(torch.equal(t, p) for t, p in zip(traced, plain, strict=True))
+
+
 def with_generator():
     mesh = init_device_mesh("cpu", (2,))
     x = longmesh.zeros(5, 3, device_mesh=mesh, placements=[Shard(0)])

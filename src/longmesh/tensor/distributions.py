@@ -8,8 +8,11 @@ rounds up to 1.
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,10 +25,24 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """`bits` random bits an element (32 or 64) and how they become its value."""
+    """`bits` random bits an element (32 or 64) and how they become its value.
+
+    `origin`: the function here that made it, and its arguments. A traced program keeps those as text.
+    """
 
     bits: int
     convert: Convert
+    origin: tuple[str, tuple[Any, ...]]
+
+    def to_text(self) -> str:
+        maker, arguments = self.origin
+        return json.dumps([maker, [str(a) if isinstance(a, torch.dtype) else a for a in arguments]])
+
+    @staticmethod
+    def from_text(text: str) -> Distribution:
+        maker, arguments = json.loads(text)
+        types = {str(dtype): dtype for dtype in _DIGITS}
+        return _MAKERS[maker](*(types[a] if isinstance(a, str) else a for a in arguments))
 
 
 def _real(dtype: torch.dtype, caller: str) -> torch.dtype:
@@ -68,7 +85,7 @@ def uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Distribu
         values = _unit(bits, _DIGITS[kind])
         return values if (low, high) == (0.0, 1.0) else values.mul_(high - low).add_(low)
 
-    return Distribution(_width(kind), convert)
+    return Distribution(_width(kind), convert, ("uniform", (kind, low, high)))
 
 
 def normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Distribution:
@@ -87,7 +104,7 @@ def normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Distribut
         values = values.view(-1)
         return values if (mean, std) == (0.0, 1.0) else values.mul_(std).add_(mean)
 
-    return Distribution(_width(kind), convert)
+    return Distribution(_width(kind), convert, ("normal", (kind, mean, std)))
 
 
 def bernoulli(p: float) -> Distribution:
@@ -101,7 +118,7 @@ def bernoulli(p: float) -> Distribution:
             return torch.ones_like(bits, dtype=torch.bool)
         return bits < threshold
 
-    return Distribution(32, convert)
+    return Distribution(32, convert, ("bernoulli", (p,)))
 
 
 def exponential(dtype: torch.dtype, rate: float = 1.0) -> Distribution:
@@ -110,14 +127,22 @@ def exponential(dtype: torch.dtype, rate: float = 1.0) -> Distribution:
         raise LongmeshError(f"exponential_ with lambd={rate}: the rate must be positive")
     # log(u) / -rate is +0 at u = 1 only for the tiniest u; torch gives no zeros either.
     tiny = torch.finfo(torch.float64 if kind is torch.float64 else torch.float32).tiny
-    return Distribution(_width(kind), lambda bits: _open_unit(bits).log_().neg_().clamp_(min=tiny).div_(rate))
+
+    def convert(bits: torch.Tensor) -> torch.Tensor:
+        return _open_unit(bits).log_().neg_().clamp_(min=tiny).div_(rate)
+
+    return Distribution(_width(kind), convert, ("exponential", (kind, rate)))
 
 
 def geometric(p: float) -> Distribution:
     """Trials up to the first success: 1, 2, ..."""
     if not 0 < p < 1:
         raise LongmeshError(f"geometric_ with p={p}: a probability between 0 and 1, both excluded")
-    return Distribution(64, lambda bits: _open_unit(bits).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1))
+
+    def convert(bits: torch.Tensor) -> torch.Tensor:
+        return _open_unit(bits).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1)
+
+    return Distribution(64, convert, ("geometric", (p,)))
 
 
 def cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Distribution:
@@ -128,12 +153,13 @@ def cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Distr
     def convert(bits: torch.Tensor) -> torch.Tensor:
         return _open_unit(bits).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median)
 
-    return Distribution(_width(kind), convert)
+    return Distribution(_width(kind), convert, ("cauchy", (kind, median, sigma)))
 
 
 def log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Distribution:
     inner = normal(dtype, mean, std)
-    return Distribution(inner.bits, lambda bits: inner.convert(bits).exp_())
+    origin = ("log_normal", (_real(dtype, "log_normal_"), mean, std))
+    return Distribution(inner.bits, lambda bits: inner.convert(bits).exp_(), origin)
 
 
 def integers(low: int, high: int) -> Distribution:
@@ -161,7 +187,7 @@ def integers(low: int, high: int) -> Distribution:
             .bitwise_right_shift_(32).add_(low)
         )  # fmt: skip
 
-    return Distribution(64, convert)
+    return Distribution(64, convert, ("integers", (low, high)))
 
 
 def largest_integer(dtype: torch.dtype) -> int:
@@ -174,3 +200,9 @@ def largest_integer(dtype: torch.dtype) -> int:
 def integers_of(dtype: torch.dtype) -> Distribution:
     """What random_() without bounds gives: every whole number that `dtype` holds exactly, from 0 on."""
     return integers(0, largest_integer(dtype) + 1)
+
+
+_MAKERS: dict[str, Callable[..., Distribution]] = {
+    maker.__name__: maker
+    for maker in (uniform, normal, bernoulli, exponential, geometric, cauchy, log_normal, integers)
+}

@@ -11,15 +11,20 @@ Activation checkpointing replays an op with the counter it had. torch saves its 
 checkpointed forward and restores it for the recomputation, so each op also draws a ticket from that
 generator. Inside a backward, a ticket that was seen before marks a replay. The ticket is only compared with
 this rank's own, so ranks whose torch generators differ still agree on the counter.
+
+A traced program (torch.compile, make_fx) must not keep the numbers of the day it was traced: there a random
+part is one opaque op, `longmesh::random_part`, that takes the next counter whenever it runs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import torch
 
+from longmesh.errors import LongmeshError
 from longmesh.spec import Coordinate, Layout, Partial
 from longmesh.tensor.distributions import Distribution
 from longmesh.tensor.philox import Key, Region, generate
@@ -35,6 +40,7 @@ class RandomState:
     def __init__(self) -> None:
         self.seed = 0
         self.counter = 0
+        self.sites = itertools.count()
         self._tickets: dict[int, Key] = {}
 
     def set(self, seed: int, counter: int = 0) -> None:
@@ -77,16 +83,34 @@ def set_rng_state(state: tuple[int, int]) -> None:
     _state.set(*state)
 
 
-def next_key(generator: torch.Generator | None = None) -> Key:
-    """The key of one random op. A `generator` is drawn from instead; it must be alike on all ranks."""
+def next_key(generator: torch.Generator | None = None) -> Key | None:
+    """The key of one random op; None in a traced program, where it is taken when that runs.
+
+    A given `generator` is drawn from instead; it must be alike on all ranks.
+    """
+    if is_tracing():
+        if generator is not None:
+            raise LongmeshError(
+                "a random op with generator= in a traced program would repeat what it drew while tracing; leave "
+                "generator= out, or run the op outside the compiled function"
+            )
+        return None
     if generator is not None:
         return _draw(generator), _GENERATOR_DOMAIN
     return _state.next_key()
 
 
+def is_tracing() -> bool:
+    """Whether ops are written down instead of run."""
+    modes = torch._C._TorchDispatchModeKey
+    return any(
+        torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY, modes.FUNCTIONAL)
+    )
+
+
 def sample(
     distribution: Distribution,
-    key: Key,
+    key: Key | None,
     layout: Layout,
     shape: Sequence[int],
     coordinate: Coordinate,
@@ -98,10 +122,48 @@ def sample(
     offset, lengths = layout.local_offset(sizes, coordinate), layout.local_shape(sizes, coordinate)
     if dtype.is_complex:
         sizes, offset, lengths = (*sizes, 2), (*offset, 0), (*lengths, 2)
-    region = Region(sizes, tuple(map(int, offset)), tuple(map(int, lengths)))
-    out = torch.empty(region.lengths, dtype=dtype.to_real() if dtype.is_complex else dtype, device=device)
-    generate(region, key, distribution.bits, distribution.convert, out)
+    real = dtype.to_real() if dtype.is_complex else dtype
+    if key is None:
+        # Ops of a traced program that look alike may be merged into one: `site` tells them apart.
+        box = (list(sizes), list(offset), list(lengths))
+        out = random_part(distribution.to_text(), *box, real, device, next(_state.sites))
+    else:
+        out = torch.empty(lengths, dtype=real, device=device)
+        region = Region(sizes, tuple(map(int, offset)), tuple(map(int, lengths)))
+        generate(region, key, distribution.bits, distribution.convert, out)
     return torch.view_as_complex(out) if dtype.is_complex else out
+
+
+@torch.library.custom_op("longmesh::random_part", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def random_part(
+    distribution: str,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    site: int,
+) -> torch.Tensor:
+    """A box of a random tensor, with the op counter of the moment it runs."""
+    made = Distribution.from_text(distribution)
+    out = torch.empty(tuple(lengths), dtype=dtype, device=device)
+    generate(
+        Region(tuple(shape), tuple(offset), tuple(lengths)), _state.next_key(), made.bits, made.convert, out
+    )
+    return out
+
+
+@random_part.register_fake
+def _(
+    distribution: str,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    site: int,
+) -> torch.Tensor:
+    return torch.empty(tuple(lengths), dtype=dtype, device=device)
 
 
 def keeps_value(layout: Layout, coordinate: Coordinate) -> bool:

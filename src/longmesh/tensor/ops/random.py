@@ -47,7 +47,7 @@ def named_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 def draw_like(
     like: DTensor,
     distribution: Distribution,
-    key: Key,
+    key: Key | None,
     *,
     dtype: torch.dtype | None = None,
     layout: Layout | None = None,
@@ -221,14 +221,18 @@ def seeded(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     mesh = first_mesh(args, kwargs)
     whole = Layout.replicated(mesh)
     given = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
-    first, second = next_key(given)
+    key = next_key(given)
+    if key is None:
+        raise LongmeshError(
+            f"{func} in a traced program would repeat what it drew while tracing; run it outside"
+        )
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         return move(tensor, whole)._local_tensor if isinstance(tensor, DTensor) else tensor
 
     local_args, local_kwargs = map_tensors(gather, (args, kwargs))
     device = next(a.device for a in (*args, *kwargs.values()) if isinstance(a, DTensor))
-    generator = torch.Generator(device).manual_seed((first + second * 0x9E3779B97F4A7C15) % 2**63)
+    generator = torch.Generator(device).manual_seed((key[0] + key[1] * 0x9E3779B97F4A7C15) % 2**63)
     names = [argument.name for argument in func._schema.arguments]
     local_args = tuple(a for n, a in zip(names, local_args, strict=False) if n != "generator")
     local_kwargs["generator"] = generator
