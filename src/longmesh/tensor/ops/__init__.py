@@ -25,6 +25,7 @@ from longmesh.tensor.ops import (
     random,
     reduction,
     scalar,
+    scan,
     softmax_norm,
     view,
 )
@@ -35,6 +36,7 @@ HANDLERS: dict[OpOverload, Handler] = {
     **foreach_norm.HANDLERS,
     **fused.HANDLERS,
     **reduction.HANDLERS,
+    **scan.HANDLERS,
     **arg_reduction.HANDLERS,
     **softmax_norm.HANDLERS,
     **loss.HANDLERS,
