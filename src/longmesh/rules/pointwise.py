@@ -11,6 +11,7 @@ integer would wrap around. Which op is of which kind is listed in `pointwise_tab
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -91,6 +92,17 @@ def linear(*groups: Group, affine: Sequence[Group] = ()) -> RuleFunction:
             *pending_lines(call, groups, P, P),
             *pending_lines(call, (*groups, *affine), AVG, AVG),
         ]
+
+    return rule
+
+
+def scaled(*groups: Group, by_zero: bool) -> RuleFunction:
+    """Linear unless the factor `other` is a number that makes infinities, which terms don't add up to."""
+
+    def rule(call: OpCall) -> list[AxisRule]:
+        other = call.get("other")
+        is_safe = isinstance(other, Meta) or (cmath.isfinite(other) and (by_zero or other != 0))
+        return linear(*groups)(call) if is_safe else shard_lines(call)
 
     return rule
 

@@ -21,6 +21,7 @@ from longmesh.rules.pointwise import (
     ordered,
     pending_lines,
     pointwise,
+    scaled,
     selecting,
 )
 from longmesh.rules.rule import AxisRule, OpCall, Rule, like
@@ -30,7 +31,7 @@ ELEMENTWISE = pointwise(elementwise)
 INCREASING = pointwise(ordered((0,)))
 DECREASING = pointwise(ordered((0,), sign=lambda call: -1))
 LINEAR = pointwise(linear((0,)))  # a gradient through a saved tensor, a quotient
-SCALED = pointwise(linear((0,), (1,)), ordered((0,), sign=lambda call: number(call, "other")))
+SCALED = pointwise(scaled((0,), (1,), by_zero=True), ordered((0,), sign=lambda call: number(call, "other")))
 SAME = Rule(identity, lambda call: (like(call.tensors[0]),))
 
 
@@ -86,7 +87,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_UNTAGGED.split(), ELEMENTWISE),
     **dict.fromkeys(("detach.default", "alias.default", "positive.default", "lift_fresh.default"), SAME),
     "clone.default": Rule(identity, copy_meta),
-    "_to_copy.default": Rule(convert, copy_meta),
+    **dict.fromkeys(("_to_copy.default", "prims.convert_element_type.default"), Rule(convert, copy_meta)),
     "copy.default": Rule(identity, first_meta),
     "add.Tensor": ADD,
     "sub.Tensor": SUB,
@@ -97,7 +98,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("mul.Tensor", "mul.Scalar"), SCALED),
     **dict.fromkeys(
         ("div.Tensor", "div.Scalar", "true_divide.Tensor"),
-        pointwise(linear((0,)), ordered((0,), sign=lambda call: number(call, "other"))),
+        pointwise(scaled((0,), by_zero=False), ordered((0,), sign=lambda call: number(call, "other"))),
     ),
     **dict.fromkeys(
         ("neg.default", "negative.default"), pointwise(linear((0,)), ordered((0,), sign=lambda call: -1))
@@ -115,7 +116,10 @@ RULES: dict[str, Rule] = {
         linear((0,)), first_meta, local_op=lambda call, view: torch.ops.aten.neg.default
     ),
     "complex.default": pointwise(_SUM),
-    "where.self": pointwise(linear((1, 2), affine=((1,), (2,))), selecting((1,), (2,), (1, 2))),
+    **dict.fromkeys(
+        ("where.self", "prims.where.default"),
+        pointwise(linear((1, 2), affine=((1,), (2,))), selecting((1,), (2,), (1, 2))),
+    ),
     "masked_fill.Scalar": pointwise(fill_where),
     "masked_fill.Tensor": pointwise(linear((0, 2), affine=((0,), (2,))), selecting((0,), (2,), (0, 2))),
     "lerp.Scalar": pointwise(_SUM),

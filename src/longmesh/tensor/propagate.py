@@ -195,9 +195,16 @@ def _move_cost(
     plan = plan_redistribute(have, want, shape=meta.shape, itemsize=meta.dtype.itemsize)
     cost = plan.cost_us
     for before, after in zip(have.placements, want.placements, strict=True):
-        if isinstance(after, Partial) and isinstance(before, Shard):
-            # Padding a shard into a pending sum is free now and an all_reduce of the whole later.
+        turned = (
+            isinstance(before, Partial) and isinstance(after, Partial) and before.reduce_op != after.reduce_op
+        )
+        if turned or (isinstance(after, Partial) and isinstance(before, Shard)):
+            # Padding a shard into a pending sum is free now and an all_reduce of the whole later. A sum turned
+            # into an average is rounded twice.
             whole = Layout.replicated(have.mesh)
-            cost += plan_redistribute(have, whole, shape=meta.shape, itemsize=meta.dtype.itemsize).cost_us
+            cost += (
+                plan_redistribute(have, whole, shape=meta.shape, itemsize=meta.dtype.itemsize).cost_us
+                + turned
+            )
     costs[index, want] = cost
     return cost
