@@ -85,7 +85,9 @@ def move(
         local = local.to(dtype)
     source = tensor._layout
     if source is not layout:
-        shape = [int(size) for size in tensor.shape]  # a plan is for concrete sizes: a compiler specialises here
+        shape = [
+            int(size) for size in tensor.shape
+        ]  # a plan is for concrete sizes: a compiler specialises here
         plan = plan_redistribute(source, layout, shape=shape, itemsize=local.element_size())
         local = run_plan(plan, local, comm_of(tensor._mesh), async_op=async_op)
     return DTensor(local, tensor._mesh, layout, tensor.shape, global_stride(tensor.shape, local))

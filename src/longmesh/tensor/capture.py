@@ -48,7 +48,7 @@ class Captured(Generic[Arguments, Result]):
 
     def __init__(self, fn: Callable[Arguments, Result]) -> None:
         functools.update_wrapper(self, fn)
-        self._fn = fn
+        self._fn: Callable[..., Any] = fn
         self._traces: dict[tuple[Any, ...], _Trace] = {}
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

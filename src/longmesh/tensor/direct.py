@@ -70,7 +70,11 @@ class DirectPath:
         if grad and replay.is_view:
             return func(*args, **kwargs)
         local_args = [
-            a._local_tensor if type(a) is DTensor else _to_local(a) if type(a) is list or type(a) is tuple else a
+            a._local_tensor
+            if type(a) is DTensor
+            else _to_local(a)
+            if type(a) is list or type(a) is tuple
+            else a
             for a in args
         ]
         local_kwargs = {k: _to_local(v) for k, v in kwargs.items()} if kwargs else kwargs

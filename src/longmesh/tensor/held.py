@@ -25,8 +25,8 @@ class Held:
     comm: MeshComm
     mesh: DeviceMesh
     layout: Layout
-    shape: Sequence[int]
-    stride: Sequence[int]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     is_symbolic: bool
 
