@@ -23,18 +23,31 @@ VIEWS = {
     "permute": lambda x: x.permute(2, 0, 1),
     "transpose": lambda x: (x.transpose(0, 2), x.mT, x.swapaxes(0, 1), x.movedim(0, 2)),
     "squeeze": lambda x: (x.squeeze(), x.squeeze(1), x.unsqueeze(0), x.unsqueeze(-1)),
-    "expand": lambda x: (x.expand(2, -1, -1, -1), x.mean(0, keepdim=True).expand(4, -1, -1), x.broadcast_to(2, *x.shape)),
+    "expand": lambda x: (x.expand(2, -1, -1, -1), x[:1].expand(4, -1, -1), x.broadcast_to(2, *x.shape)),
     "flatten": lambda x: (x.flatten(), x.flatten(0, 1), x.unflatten(2, (2, -1)), x.ravel()),
     "slice": lambda x: (x[1:3], x[:, :, 1::2], x[:, :, 3:], x.narrow(0, 0, 2), x[..., :-1], x[4:2]),
     "select": lambda x: (x[0], x[-1], x[:, 0], x[..., 3], x[1, 0, 2]),
-    "split": lambda x: (*x.split(2), *x.split([1, 2, 3], 2), *x.chunk(2, -1), *x.tensor_split(3), *x.unbind(0)),
+    "split": lambda x: (
+        *x.split(2),
+        *x.split([1, 2, 3], 2),
+        *x.chunk(2, -1),
+        *x.tensor_split(3),
+        *x.unbind(0),
+    ),
     "unfold": lambda x: (x.unfold(0, 2, 1), x.unfold(2, 3, 2)),
     "diagonal": lambda x: (x.diagonal(), x.diagonal(1, 0, 2), torch.diag_embed(x, 1), x[:, 0].diag()),
     "strided": lambda x: x.as_strided((2, 3), (3, 1), 1),
-    "flip": lambda x: (x.flip(0), x.flip((0, 2)), x.roll(1, 0), x.roll((1, -2), (0, 2)), x.roll(3), x.rot90(1, (0, 2))),
+    "flip": lambda x: (
+        x.flip(0),
+        x.flip((0, 2)),
+        x.roll(1, 0),
+        x.roll((1, -2), (0, 2)),
+        x.roll(3),
+        x.rot90(1, (0, 2)),
+    ),
     "repeat": lambda x: (x.repeat(2, 1, 1), x.repeat(1, 2, 1, 2), x.tile(2), x.repeat_interleave(2, 0)),
     "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.reshape(-1, 1, 3, 2))),
-}  # fmt: skip
+}
 
 
 def reshapes(mesh_shape):

@@ -22,7 +22,8 @@ def backward_lines(call: OpCall) -> list[AxisRule]:
 
 
 def backward_meta(call: OpCall) -> tuple[OutMeta, ...]:
-    return (contiguous((call["num_weights"], call.tensors[0].shape[-1])),)
+    grad = call.tensors[0]
+    return (contiguous((call["num_weights"], grad.shape[-1])),)
 
 
 def bag_lines(call: OpCall) -> list[AxisRule]:
@@ -34,11 +35,12 @@ def bag_lines(call: OpCall) -> list[AxisRule]:
 
 
 def bag_backward_lines(call: OpCall) -> list[AxisRule]:
-    """Inputs: grad, indices, offset2bag, bag_size, maximum_indices, and per-sample weights if given."""
-    rest = [R] * (len(call.tensors) - 5)
+    """The gradient comes first; of the rest only `maximum_indices` has columns."""
+    columns = call["maximum_indices"].index
     if call["mode"] == MAX_MODE:
-        return [line([S(1), R, R, R, S(1), *rest], S(1))]
-    return [line([S(1), R, R, R, R, *rest], S(1)), *(line([p, R, R, R, R, *rest], p) for p in LINEAR)]
+        return [line([S(1) if m.index in (0, columns) else R for m in call.tensors], S(1))]
+    rest = [R] * (len(call.tensors) - 1)
+    return [line([S(1), *rest], S(1)), *(line([p, *rest], p) for p in LINEAR)]
 
 
 def no_lines(call: OpCall) -> list[AxisRule]:
@@ -48,7 +50,10 @@ def no_lines(call: OpCall) -> list[AxisRule]:
 RULES: dict[str, Rule] = {
     "embedding_dense_backward.default": Rule(backward_lines, backward_meta),
     **dict.fromkeys(("_embedding_bag.default", "_embedding_bag_forward_only.default"), Rule(bag_lines)),
-    "_embedding_bag_dense_backward.default": Rule(bag_backward_lines),
+    **dict.fromkeys(
+        ("_embedding_bag_backward.default", "_embedding_bag_dense_backward.default"),
+        Rule(bag_backward_lines, backward_meta),
+    ),
     "_embedding_bag_per_sample_weights_backward.default": Rule(no_lines),
     "embedding_renorm.default": Rule(no_lines),
 }

@@ -88,6 +88,19 @@ def select_backward_lines(call: OpCall) -> list[AxisRule]:
 # -- advanced indexing ---------------------------------------------------------------------------------
 
 
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    ndim = max(map(len, shapes), default=0)
+    out = [1] * ndim
+    for shape in shapes:
+        for dim, size in enumerate(shape, ndim - len(shape)):
+            if size != 1 and out[dim] not in (1, size):
+                raise IndexError(
+                    f"shape mismatch: indices of shapes {', '.join(map(str, shapes))} don't broadcast"
+                )
+            out[dim] = out[dim] if size == 1 else size
+    return tuple(out)
+
+
 class Indexing:
     """Where the dims of x[i, :, j] come from: `dims` are indexed, `batch` is the shape of the indices together,
     which takes its place at `start` among the `rest`."""
@@ -95,7 +108,7 @@ class Indexing:
     def __init__(self, indices: Sequence[Meta | None], ndim: int) -> None:
         self.dims = [d for d, m in enumerate(indices) if m is not None]
         metas = [m for m in indices if m is not None]
-        self.batch = tuple(torch.broadcast_shapes(*(m.shape for m in metas)))
+        self.batch = _broadcast([m.shape for m in metas])
         self.rest = [d for d in range(ndim) if d not in self.dims]
         together = self.dims == list(range(self.dims[0], self.dims[-1] + 1)) if self.dims else True
         self.start = self.dims[0] if together and self.dims else 0
@@ -185,7 +198,11 @@ def edge_pad_lines(call: OpCall) -> list[AxisRule]:
 def _edge_pad_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     """torch refuses to pad nothing."""
     shape = view.output_shapes[0]
-    return (lambda local, *_: local.new_zeros(shape)) if 0 in shape else None
+
+    def nothing(local: torch.Tensor, *_: Any) -> torch.Tensor:
+        return local.new_zeros(shape)
+
+    return nothing if 0 in shape else None
 
 
 EDGE_PAD = Rule(edge_pad_lines, local_op=_edge_pad_locally)

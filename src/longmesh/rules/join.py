@@ -25,7 +25,7 @@ def cat_lines(call: OpCall) -> list[AxisRule]:
 def cat_meta(call: OpCall) -> tuple[OutMeta, ...]:
     full = [m for m in call.tensors if not is_filler(m)] or [call.tensors[0]]
     shape = list(full[0].shape)
-    dim = call["dim"] % max(len(shape), 1)
+    dim: int = call["dim"] % max(len(shape), 1)
     shape[dim] = sum(m.shape[dim] for m in full)
     if any(m.ndim != len(shape) or _others(m.shape, dim) != _others(full[0].shape, dim) for m in full):
         raise RuntimeError(

@@ -38,7 +38,9 @@ def check_range(index: torch.Tensor, size: int, dim: int, *, negative: bool = Fa
             value = int(index[bad].flatten()[0])
             raise IndexError(f"index {value} is out of bounds for dimension {dim} with size {size}")
     else:
-        torch._assert_async(~bad.any(), f"an index is out of bounds for dimension {dim} with size {size}")
+        torch.ops.aten._assert_async.msg(
+            ~bad.any(), f"an index is out of bounds for dimension {dim} with size {size}"
+        )
 
 
 def with_mask(result: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -181,9 +181,11 @@ def _select_scatter_locally(call: OpCall, view: LocalView) -> Callable[..., Any]
     if length == size:
         return None
     place = call["index"] % size - offset
-    if 0 <= place < length:
-        return lambda local, source, *_: local.select_scatter(source, dim, place)
-    return lambda local, *_: local.clone()
+
+    def put(local: torch.Tensor, source: torch.Tensor, *_: int) -> torch.Tensor:
+        return local.select_scatter(source, dim, place) if 0 <= place < length else local.clone()
+
+    return put
 
 
 def diagonal_scatter_lines(call: OpCall) -> list[AxisRule]:

@@ -111,7 +111,11 @@ def view_meta(call: OpCall) -> tuple[OutMeta, ...]:
 def reshape_locally(call: OpCall, view: LocalView) -> Callable[..., Any]:
     """Local parts take the local shape of the result, whatever the op's own arguments say."""
     shape = view.output_shapes[0]
-    return lambda local, *args, **kwargs: local.reshape(shape)
+
+    def reshape(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return local.reshape(shape)
+
+    return reshape
 
 
 # -- dims moved, added, dropped, repeated --------------------------------------------------------------
@@ -165,7 +169,7 @@ def unsqueeze_lines(call: OpCall) -> list[AxisRule]:
 
 def unsqueeze_meta(call: OpCall) -> tuple[OutMeta, ...]:
     tensor = call.tensors[0]
-    new = call["dim"] % (tensor.ndim + 1)
+    new: int = call["dim"] % (tensor.ndim + 1)
     step = tensor.shape[new] * tensor.stride[new] if new < tensor.ndim else 1
     shape = (*tensor.shape[:new], 1, *tensor.shape[new:])
     return (OutMeta(shape, (*tensor.stride[:new], step, *tensor.stride[new:])),)

@@ -13,11 +13,19 @@ rows = lambda x, *n: torch.randint(x.shape[0], n)  # noqa: E731
 PROGRAMS = {
     "slice": lambda x: (x[1:3], x[:, 1::2], x[:, :-1], x.narrow(1, 1, 2), x[5:2]),
     "select": lambda x: (x[0], x[-1], x[:, 1], x[:, -1]),
-    "index": lambda x: (x[rows(x, 3)], x[:, torch.tensor([0, -1, 2])], x[rows(x, 3), torch.tensor([0, 1, 2])]),
+    "index": lambda x: (
+        x[rows(x, 3)],
+        x[:, torch.tensor([0, -1, 2])],
+        x[rows(x, 3), torch.tensor([0, 1, 2])],
+    ),
     "index_nested": lambda x: (x[rows(x, 2, 3)], x[rows(x, 2, 1), torch.tensor([[0, 2]])]),
     "index_apart": lambda x: x.unsqueeze(1).expand(-1, 2, -1)[rows(x, 3), :, torch.tensor([0, 1, 2])],
     "index_select": lambda x: (x.index_select(0, rows(x, 4)), x.index_select(1, torch.tensor([0, 2]))),
-    "gather": lambda x: (x.gather(0, rows(x, *x.shape)), x.gather(0, rows(x, 3, 2)), x.gather(1, x.argsort(1))),
+    "gather": lambda x: (
+        x.gather(0, rows(x, *x.shape)),
+        x.gather(0, rows(x, 3, 2)),
+        x.gather(1, x.argsort(1)),
+    ),
     "take": lambda x: (x.take(rows(x, 2, 3)), torch.take_along_dim(x, x.argsort(1), 1)),
     "embedding": lambda x: (torch.nn.functional.embedding(rows(x, 5), x), torch.embedding(x, rows(x, 2, 3))),
     "triangles": lambda x: (x.tril(), x.triu(1), x.tril(-2), x.unsqueeze(0).triu()),
@@ -26,7 +34,8 @@ PROGRAMS = {
         torch.nn.functional.pad(x, (1, 1), mode="reflect"),
         torch.nn.functional.pad(x[None], (1, 1, 2, 0), mode="replicate"),
     ),
-    "cat": lambda x: (torch.cat([x, x, x]), torch.cat([x, x], 1), torch.cat([x, torch.empty(0)]), torch.stack([x, x], 1)),
+    "cat": lambda x: (torch.cat([x, x, x]), torch.cat([x, x], 1), torch.cat([x, torch.empty(0)])),
+    "stack": lambda x: (torch.stack([x, x], 1), torch.stack([x, x]), torch.vstack([x, x])),
     "scatter": lambda x: (
         x.scatter(0, x.argsort(0), x * 2),
         x.scatter(0, rows(x, *x.shape)[:1], 5.0),
@@ -37,9 +46,17 @@ PROGRAMS = {
         x.scatter_reduce(0, rows(x, *x.shape), x, "amax"),
         x.scatter_reduce(0, rows(x, *x.shape), x, "mean", include_self=False),
     ),
-    "index_add": lambda x: (x.index_add(0, rows(x, 3), x.new_ones(3, x.shape[1]), alpha=2), x.index_add(1, torch.tensor(1), x[:, :1])),
-    "index_copy": lambda x: (x.index_copy(0, torch.tensor([0]), x[:1] * 2), x.index_fill(1, torch.tensor([2, 0]), 7.0)),
-    "index_reduce": lambda x: torch.ops.aten.index_reduce(x, 0, rows(x, 3), x.new_ones(3, x.shape[1]), "amax"),
+    "index_add": lambda x: (
+        x.index_add(0, rows(x, 3), x.new_ones(3, x.shape[1]), alpha=2),
+        x.index_add(1, torch.tensor(1), x[:, :1]),
+    ),
+    "index_copy": lambda x: (
+        x.index_copy(0, torch.tensor([0]), x[:1] * 2),
+        x.index_fill(1, torch.tensor([2, 0]), 7.0),
+    ),
+    "index_reduce": lambda x: torch.ops.aten.index_reduce(
+        x, 0, rows(x, 3), x.new_ones(3, x.shape[1]), "amax"
+    ),
     "index_put": lambda x: (
         torch.index_put(x, (rows(x, 3),), x.new_ones(()), accumulate=True),
         torch.index_put(x, (rows(x, 3),), x.new_ones(3, x.shape[1]), accumulate=True),
@@ -52,7 +69,7 @@ PROGRAMS = {
         x.select_scatter(x[:, 0], 1, 1),
         torch.diagonal_scatter(x.unsqueeze(0), x.new_ones(1, min(x.shape)), 0, 1, 2),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
