@@ -50,7 +50,9 @@ def cases(mesh_shape):
     found = []
     for i, (name, (fn, shapes)) in enumerate(PRODUCTS.items()):
         tensors = [of(*shape) for shape in shapes]
-        found += [(name, text) for text in compare_op(fn, tensors, mesh_shape, trials=4, seed=i)]
+        found += [
+            (name, text) for text in compare_op(fn, tensors, mesh_shape, trials=5 - len(mesh_shape), seed=i)
+        ]
     return found
 
 
