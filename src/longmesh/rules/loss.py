@@ -48,7 +48,7 @@ def pointwise_lines(call: OpCall) -> list[AxisRule]:
 
 
 def pointwise_meta(call: OpCall) -> tuple[OutMeta, ...]:
-    if call["reduction"] != NONE and "grad_output" not in _names(call):
+    if call["reduction"] != NONE and "grad_output" not in call.argument_names:
         return (contiguous(()),)
     return (elementwise_meta(broadcast_shape(call), call.tensors),)
 
@@ -69,7 +69,7 @@ def row_lines(call: OpCall) -> list[AxisRule]:
     if call["self"].ndim < 2:
         return []
     inputs: list[Placement] = []
-    for name in _names(call):
+    for name in call.argument_names:
         meta = call[name]
         if isinstance(meta, Meta):
             inputs.append(R if name == "weight" or meta.ndim == 0 else S(0))
@@ -78,11 +78,11 @@ def row_lines(call: OpCall) -> list[AxisRule]:
 
 def row_meta(call: OpCall) -> tuple[OutMeta, ...]:
     """One term a row, or one number; multilabel_margin_loss also says which classes are targets."""
-    names, meta = _names(call), call["self"]
+    names, meta = call.argument_names, call["self"]
     if "grad_output" in names:
         return (contiguous(meta.shape),)
     terms = contiguous(meta.shape[: meta.ndim - 1] if call["reduction"] == NONE else ())
-    return (terms, contiguous(call["target"].shape)) if len(call.func._schema.returns) == 2 else (terms,)
+    return (terms, contiguous(call["target"].shape)) if call.num_returns == 2 else (terms,)
 
 
 def row_share(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
@@ -90,26 +90,25 @@ def row_share(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     if meta.ndim < 2:
         return None
     mine = view.input_shapes[meta.index][0]
-    if not mine and meta.shape[0] and call["reduction"] != NONE and "grad_output" not in _names(call):
-        return lambda x, target, *args, **kwargs: _no_rows(call, x, target)
+    if not mine and meta.shape[0] and call["reduction"] != NONE and "grad_output" not in call.argument_names:
+        return _loss_of_no_rows if call.num_returns == 1 else _loss_and_targets_of_no_rows
     return _shared(call, mine, meta.shape[0])
 
 
-def _no_rows(call: OpCall, x: torch.Tensor, target: torch.Tensor) -> Any:
-    """The loss of no rows, which torch leaves uninitialised."""
-    total = x.new_zeros(())
-    return (total, torch.empty_like(target, dtype=x.dtype)) if len(call.outputs) == 2 else total
+def _loss_of_no_rows(x: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """torch's kernels leave the loss of no rows uninitialised."""
+    return x.new_zeros(())
 
 
-def _names(call: OpCall) -> list[str]:
-    return [argument.name for argument in call.func._schema.arguments]
+def _loss_and_targets_of_no_rows(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
+    return x.new_zeros(()), torch.empty_like(target, dtype=x.dtype)
 
 
 def _shared(call: OpCall, mine: int, whole: int) -> Callable[..., Any] | None:
     """A mean over `mine` of `whole` terms, weighted so that the ranks' results add up."""
     if call["reduction"] != MEAN or mine == whole:
         return None
-    func, place, share = call.func, _names(call).index("reduction"), mine / whole
+    func, place, share = call.func, call.argument_names.index("reduction"), mine / whole
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
         if not mine:  # a sum of nothing is 0, a mean of nothing is not

@@ -22,8 +22,12 @@ NONE, MEAN = 0, 1
 IGNORED = -100
 
 
+def _scores(call: OpCall) -> Meta:
+    return call["self"]
+
+
 def _class_dim(call: OpCall) -> int:
-    return 0 if call["self"].ndim == 1 else 1
+    return 0 if _scores(call).ndim == 1 else 1
 
 
 def _lines(call: OpCall, outputs: Callable[[Placement | None], list[Placement]]) -> list[AxisRule]:
@@ -78,18 +82,19 @@ def backward_meta(call: OpCall) -> tuple[OutMeta, ...]:
 
 def own_classes(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     """The op on the targets among this rank's classes, the others ignored."""
-    dim, meta = _class_dim(call), call["self"]
+    dim, meta = _class_dim(call), _scores(call)
     mine, whole = view.input_shapes[meta.index][dim], meta.shape[dim]
     if mine == whole:
         return None
     start = view.input_offsets[meta.index][dim]
-    names = [argument.name for argument in call.func._schema.arguments]
+    names = call.argument_names
     target_place, ignore_place = names.index("target"), names.index("ignore_index")
     func = call.func
 
     def local(*given: Any) -> Any:
         args = list(given)
-        target, ignored = args[target_place], args[ignore_place]
+        target: torch.Tensor = args[target_place]
+        ignored: int = args[ignore_place]
         if target.device.type == "cpu":
             _check_classes(target, whole, ignored)
         is_own = (target >= start) & (target < start + mine) & (target != ignored)

@@ -30,7 +30,7 @@ def reduced_dims(call: OpCall) -> tuple[int, ...]:
         given is not None
         and not isinstance(given, int)
         and not given
-        and call.func._schema.name in _NOTHING_IS_NOTHING
+        and str(call.func) in _NOTHING_IS_NOTHING
     ):
         return ()
     if given is None:
@@ -38,14 +38,14 @@ def reduced_dims(call: OpCall) -> tuple[int, ...]:
     return tuple(d for d in call.dims() if d < call.tensors[0].ndim)
 
 
-_NOTHING_IS_NOTHING = ("aten::any", "aten::all")
+_NOTHING_IS_NOTHING = ("aten.any.dims", "aten.all.dims")
 
 
 def reduced_meta(call: OpCall) -> tuple[OutMeta, ...]:
     """Dense outputs without the reduced dims, or with ones in their place."""
     dims, keepdim = reduced_dims(call), call.get("keepdim", False)
     shape = [1 if d in dims else n for d, n in enumerate(call.tensors[0].shape) if keepdim or d not in dims]
-    return (contiguous(shape),) * len(call.func._schema.returns)
+    return (contiguous(shape),) * call.num_returns
 
 
 def reduce_lines(
@@ -79,7 +79,11 @@ def on_identity(call: OpCall, view: LocalView, value: Any) -> Callable[..., Any]
     dims = reduced_dims(call)
     shape = [1 if d in dims else n for d, n in enumerate(view.input_shapes[0])]
     func = call.func
-    return lambda x, *args, **kwargs: func(x.new_full(shape, value), *args, **kwargs)
+
+    def on_values(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return func(x.new_full(shape, value), *args, **kwargs)
+
+    return on_values
 
 
 def reducing(*pending: Partial, through: Sequence[Partial] = ()) -> Rule:

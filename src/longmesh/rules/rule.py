@@ -67,6 +67,14 @@ class OpCall:
                 return self.kwargs.get(name, argument.default_value)
         raise KeyError(f"{self.func} has no argument {name!r}")
 
+    @property
+    def argument_names(self) -> list[str]:
+        return [argument.name for argument in self.func._schema.arguments]  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def num_returns(self) -> int:
+        return len(self.func._schema.returns)  # pyright: ignore[reportPrivateUsage]
+
     def get(self, name: str, default: Any = None) -> Any:
         try:
             return self[name]

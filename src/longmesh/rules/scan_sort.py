@@ -23,7 +23,7 @@ def linear_scan(call: OpCall) -> list[AxisRule]:
 
 
 def same_shape(call: OpCall) -> tuple[OutMeta, ...]:
-    return (contiguous(call.tensors[0].shape),) * len(call.func._schema.returns)
+    return (contiguous(call.tensors[0].shape),) * call.num_returns
 
 
 def search_lines(call: OpCall) -> list[AxisRule]:

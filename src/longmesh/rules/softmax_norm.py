@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from longmesh.rules.rule import (
-    P,
     AxisRule,
     LocalView,
     OpCall,
     OutMeta,
+    P,
     R,
     Rule,
     S,
@@ -55,7 +55,7 @@ def layer_norm_lines(call: OpCall) -> list[AxisRule]:
 def layer_norm_meta(call: OpCall) -> tuple[OutMeta, ...]:
     shape, count = call["input"].shape, len(leading_dims(call))
     row = contiguous([n if d < count else 1 for d, n in enumerate(shape)])
-    return (contiguous(shape), *[row] * (len(call.func._schema.returns) - 1))
+    return (contiguous(shape), *[row] * (call.num_returns - 1))
 
 
 def layer_norm_backward_lines(call: OpCall) -> list[AxisRule]:
@@ -109,7 +109,7 @@ def group_norm_backward_lines(call: OpCall) -> list[AxisRule]:
 def group_norm_args(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The sizes N, C and the number of groups of this rank's part."""
     batch, channels = view.input_shapes[0][:2]
-    names = [argument.name for argument in call.func._schema.arguments]
+    names = call.argument_names
     args = [call[name] for name in names]
     args[names.index("N")], args[names.index("C")] = batch, channels
     args[names.index("group")] = call["group"] * channels // call["C"]

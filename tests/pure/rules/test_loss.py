@@ -87,6 +87,9 @@ def test_a_target_that_is_no_class_is_refused_where_classes_are_cut():
 
     call = describe(aten.nll_loss_forward.default, args, {})
     view = LocalView(((2, 3), (2,)), ((0, 0), (0,)), ((), ()), ((), ()))
-    local = find_rule("nll_loss_forward.default").local_op(call, view)
+    rule = find_rule("nll_loss_forward.default")
+    assert rule and rule.local_op
+    local = rule.local_op(call, view)
+    assert local
     with pytest.raises(IndexError, match="Target 5 is out of bounds"):
         local(args[0][:, :3], *args[1:])

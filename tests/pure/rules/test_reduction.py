@@ -116,4 +116,5 @@ def test_output_metas_are_those_of_torch():
             for keepdim in (False, True):
                 for func, args, kwargs in calls_of(lambda o=op, d=dim, k=keepdim: o(x, dim=d, keepdim=k)):
                     call = describe(func, args, kwargs)
-                    assert find_rule(rule_name(func)).out_meta(call) == run_on_meta(call)
+                    rule = find_rule(rule_name(func))
+                    assert rule and rule.out_meta and rule.out_meta(call) == run_on_meta(call)

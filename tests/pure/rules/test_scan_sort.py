@@ -38,4 +38,5 @@ def test_output_metas_are_those_of_torch():
     for op in (torch.cumsum, torch.cummax, torch.logcumsumexp):
         for func, args, kwargs in calls_of(lambda o=op: o(x, 1)):
             call = describe(func, args, kwargs)
-            assert find_rule(rule_name(func)).out_meta(call) == run_on_meta(call)
+            rule = find_rule(rule_name(func))
+            assert rule and rule.out_meta and rule.out_meta(call) == run_on_meta(call)

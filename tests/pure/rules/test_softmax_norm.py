@@ -1,11 +1,11 @@
 """Every line of the rules of softmax and the norms, on simulated ranks."""
 
 import torch
-from support.rule_check import calls_of, check_call, check_program, describe
 from torch.nn import functional as F
 
 from longmesh.rules import find_rule
 from longmesh.tensor.op_plan import rule_name, run_on_meta
+from support.rule_check import calls_of, check_call, check_program, describe
 
 RANKS = (1, 2, 3, 4)
 

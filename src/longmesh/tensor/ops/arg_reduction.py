@@ -66,7 +66,7 @@ def _best_along(x: DTensor, dims: tuple[int, ...], largest: bool) -> tuple[torch
     local = stand_in(x._local_tensor, dims)
     values, indices = (torch.max if largest else torch.min)(local, dim, keepdim=True)
     start, _ = x._layout.interval(dim, x.shape[dim], comm_of(x._mesh).coordinate)
-    return values, indices + start
+    return values, indices + int(start)
 
 
 def _best_of_all(x: DTensor, dims: tuple[int, ...], largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +108,7 @@ def top(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values, indices = torch.topk(local, min(k, local.shape[dim]), dim, largest)
     start, _ = x._layout.interval(dim, x.shape[dim], comm_of(x._mesh).coordinate)
     values, members = gather_members(_widen(values, k, dim), x, axes)
-    indices, _ = gather_members(_widen(indices + start, k, dim), x, axes)
+    indices, _ = gather_members(_widen(indices + int(start), k, dim), x, axes)
     lengths = [int(x._layout.interval(dim, x.shape[dim], where)[1]) for where in members]
     values = torch.cat([v.narrow(dim, 0, min(n, k)) for v, n in zip(values, lengths, strict=True)], dim)
     indices = torch.cat([i.narrow(dim, 0, min(n, k)) for i, n in zip(indices, lengths, strict=True)], dim)

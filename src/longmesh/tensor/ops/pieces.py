@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from longmesh.comm import comm_of
 from longmesh.comm.collectives import all_gather
-from longmesh.spec import Coordinate, Layout, Placement, Replicate
+from longmesh.spec import Coordinate, Layout, Placement, Replicate, Shard
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dtensor import DTensor
 
@@ -52,8 +52,9 @@ def cutting_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(axis for dim in dims for axis in layout.cuts(dim)))
 
 
-def settled(tensor: DTensor) -> DTensor:
+def settled(tensor: torch.Tensor) -> DTensor:
     """The tensor without pending reductions. Collective where there are any."""
+    assert isinstance(tensor, DTensor)
     layout = tensor._layout
     for axis in layout.partial_axes:
         layout = layout.with_placement(axis, Replicate())
@@ -73,7 +74,7 @@ def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool, pending: 
             moved = dim - sum(d < dim for d in gone)
             order.append((moved, axes))
             for axis in axes:
-                placements[axis] = type(layout.placements[axis])(moved)
+                placements[axis] = Shard(moved)
     return Layout(layout.mesh, placements, order)
 
 

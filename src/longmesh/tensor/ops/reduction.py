@@ -85,10 +85,10 @@ def log_sum_exp(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not x.numel() or not cutting_axes(x._layout, dims) or x.is_complex():
         return dispatch.run(func, args, kwargs)
     dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-    x = settled(x).to(torch.float32 if dtype in _HALVES else dtype)
-    top = settled(x.amax(dims, keepdim=True))
+    wide = settled(x).to(torch.float32 if dtype in _HALVES else dtype)
+    top = settled(wide.amax(dims, keepdim=True))
     top = top.masked_fill(top.abs() == math.inf, 0.0)
-    result = (x - top).exp().sum(dims, keepdim=True).log() + top
+    result = settled((wide - top).exp().sum(dims, keepdim=True)).log() + top
     result = result if given["keepdim"] else result.reshape(reduced_shape(x.shape, dims, False))
     return result.to(dtype)
 

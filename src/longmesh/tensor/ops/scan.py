@@ -83,16 +83,17 @@ def running_extremum(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         return dispatch.run(func, args, kwargs)
     x = settled(x)
     (dim,) = dims
-    scan = torch.cummax if func is aten.cummax.default else torch.cummin
+    is_max = func is aten.cummax.default
+    scan: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch.cummax if is_max else torch.cummin
     values, indices = scan(x._local_tensor, dim)
     start, _ = x._layout.interval(dim, x.shape[dim], comm_of(x._mesh).coordinate)
-    indices = indices + start
+    indices = indices + int(start)
     before, tops = _totals_before(x, dim, _last(values, dim))
     _, places = _totals_before(x, dim, _last(indices, dim))
     if before:
         earlier, which = scan(tops[before], 0)
         best, place = earlier[-1], places[before].gather(0, which[-1:])[0]
-        is_newer = values >= best if scan is torch.cummax else values <= best
+        is_newer = values >= best if is_max else values <= best
         is_newer = values.isnan() | (is_newer & ~best.isnan())
         values, indices = torch.where(is_newer, values, best), torch.where(is_newer, indices, place)
     return _wrapped(values, x), _wrapped(indices, x)

@@ -23,9 +23,9 @@ aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def widened(tensor: DTensor) -> torch.Tensor:
-    tensor = settled(tensor)
-    return tensor.to(torch.float32) if tensor.dtype in _HALVES else tensor
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    whole = settled(tensor)
+    return whole.to(torch.float32) if whole.dtype in _HALVES else whole
 
 
 def softmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -38,7 +38,7 @@ def softmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     wide = widened(x)
     shifted = wide - wide.amax(dims, keepdim=True)
     if func is aten._log_softmax.default:
-        return (shifted - shifted.exp().sum(dims, keepdim=True).log()).to(dtype)
+        return (shifted - settled(shifted.exp().sum(dims, keepdim=True)).log()).to(dtype)
     powers = shifted.exp()
     return (powers / powers.sum(dims, keepdim=True)).to(dtype)
 
