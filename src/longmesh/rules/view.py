@@ -148,9 +148,10 @@ def permute_meta(call: OpCall) -> tuple[OutMeta, ...]:
 
 
 def squeezed(call: OpCall) -> list[int]:
-    """The dims that a squeeze keeps."""
+    """The dims that a squeeze keeps. Without `dim` it drops every dim of size 1, with an empty list none."""
     shape = call.tensors[0].shape
-    dropped = range(len(shape)) if call.get("dim") is None else call.dims()
+    given = call.get("dim")
+    dropped = range(len(shape)) if given is None else () if given in ([], ()) else call.dims()
     return [d for d, size in enumerate(shape) if size != 1 or d not in dropped]
 
 
