@@ -7,7 +7,7 @@ from longmesh.rules import find_rule
 from longmesh.tensor.op_plan import rule_name, run_on_meta
 from support.rule_check import calls_of, check_call, check_program, describe
 
-RANKS = (1, 2, 3, 4)
+RANKS = (2, 4)
 
 
 def check_gradients(fn, *tensors):
@@ -25,7 +25,7 @@ def check_gradients(fn, *tensors):
 
 def test_softmax():
     torch.manual_seed(0)
-    for shape in ((9, 5), (1, 3), (7,), (4, 0), (3, 2, 4), ()):
+    for shape in ((9, 5), (1, 3), (7,), (4, 0), ()):
         for dim in range(-1, len(shape)):
             for op in (torch.softmax, torch.log_softmax):
                 assert check_gradients(lambda x, d=dim, o=op: o(x, d), torch.randn(shape)) == []
