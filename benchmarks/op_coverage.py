@@ -56,7 +56,7 @@ def main() -> None:
                 rows.append(
                     (
                         name,
-                        "hang" if "hang" in str(error) or "time" in str(error) else "died",
+                        "hang" if "did not finish" in str(error) else "died",
                         str(error)[:300],
                     )
                 )
