@@ -99,15 +99,21 @@ def forward_meta(call: OpCall) -> tuple[OutMeta, ...]:
     x, weight = call.tensors[:2]
     sizes: list[int] = []
     for i, (size, kernel) in enumerate(zip(x.shape[2:], weight.shape[2:], strict=True)):
-        stride, padding, dilation = (call[name][i] for name in ("stride", "padding", "dilation"))
+        stride, padding, dilation, extra = slide_of(call, i)
         if call["transposed"]:
-            extra = call["output_padding"][i]
             sizes.append(transposed_size(size, kernel, stride, padding, dilation, extra))
         else:
             sizes.append(window_size(size, kernel, stride, padding, dilation))
     channels = weight.shape[1] * call["groups"] if call["transposed"] else weight.shape[0]
     shape = (x.shape[0], channels, *sizes)
     return (channels_last(shape) if is_channels_last(x) or is_channels_last(weight) else contiguous(shape),)
+
+
+def slide_of(call: OpCall, i: int) -> tuple[int, int, int, int]:
+    """Stride, padding, dilation and output padding along spatial dim `i`; one number stands for all dims."""
+    lists = (call[name] for name in ("stride", "padding", "dilation", "output_padding"))
+    stride, padding, dilation, extra = (values[i if len(values) > 1 else 0] for values in lists)
+    return stride, padding, dilation, extra
 
 
 def channels_last(shape: tuple[int, ...]) -> OutMeta:

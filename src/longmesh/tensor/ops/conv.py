@@ -27,6 +27,7 @@ from longmesh.rules.conv import (
     forward_meta,
     nothing_backward,
     nothing_forward,
+    slide_of,
     spatial_lines,
 )
 from longmesh.rules.rule import contiguous
@@ -209,7 +210,7 @@ def _halos(
     for dim in range(2, len(shape)):
         if not layout.cuts(dim):
             continue
-        stride, padding, dilation = (call[name][dim - 2] for name in ("stride", "padding", "dilation"))
+        stride, padding, dilation, _ = slide_of(call, dim - 2)
         slide = Slide(shape[dim], kernel[dim], stride, padding, dilation, bool(call["transposed"]))
         group = comm.group(tuple(sorted(layout.cuts(dim))))
         have = tuple(_rows(layout, dim, shape[dim], c) for c in group.members)
@@ -239,13 +240,15 @@ def _padded(tensor: torch.Tensor, halos: Sequence[Halo], sign: int = 1) -> torch
 
 def _static(call: OpCall, static: Sequence[Any], halos: Sequence[Halo], channels: int) -> list[Any]:
     """stride ... groups of the local call: cut dims come padded, groups are those of the local channels."""
-    stride, padding, dilation, transposed, output_padding, groups = static
-    cut = {halo.dim - 2 for halo in halos}
-    x = call.tensors[1 if "bias_sizes" in [a.name for a in call.func._schema.arguments] else 0]
-    padding = [0 if i in cut else p for i, p in enumerate(padding)]
-    output_padding = [0 if i in cut else p for i, p in enumerate(output_padding)]
+    _, _, _, transposed, _, groups = static
+    backward = call.func is aten.convolution_backward.default
+    x = call.tensors[1 if backward else 0]
+    slides = [slide_of(call, i) for i in range(x.ndim - 2)]
+    stride, padding, dilation, output_padding = (list(values) for values in zip(*slides, strict=True))
+    for halo in halos:
+        padding[halo.dim - 2] = output_padding[halo.dim - 2] = 0
     groups = max(channels // (x.shape[1] // groups), 1) if groups > 1 else 1
-    return [list(stride), padding, list(dilation), transposed, output_padding, groups]
+    return [stride, padding, dilation, transposed, output_padding, groups]
 
 
 HANDLERS: dict[OpOverload, Handler] = {
