@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from longmesh.attention import ContextParallel, masks
@@ -119,3 +122,83 @@ def time_of_slow_ring():
 def test_transfers_are_under_way_while_computing(pool):
     """Four stages of one step each; in turn with three transfers it would be seven steps."""
     assert min(min(pool.run(time_of_slow_ring, ranks=4, timeout=300.0)) for _ in range(2)) < 5.5 * STEP
+
+
+def compiled(exchange, layout, backend):
+    torch._dynamo.reset()
+    mask = masks.documents([11, 18])
+    cp = ContextParallel(cpu_mesh(2), seq_len=29, mask=mask, layout=layout, exchange=exchange, chunk=4)
+    x = cp.shard(torch.randn(2, 29, 16), dim=1)
+    weight = torch.randn(16, 48, requires_grad=True)
+    want = layer(cp, x, weight)
+    (dwant,) = torch.autograd.grad(want.square().sum(), weight)
+    fn = torch.compile(layer, backend=backend, fullgraph=True)
+    for _ in range(2):
+        out = fn(cp, x, weight)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), weight)[0], dwant)
+    return True
+
+
+# torch itself warns of torch.jit when it loads its compiler.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_compiled_is_one_graph(pool):
+    for exchange, layout in (("ring", "zigzag"), ("ulysses", "zigzag"), ("sparse", "solve")):
+        assert pool.run(compiled, exchange, layout, "aot_eager", ranks=2, timeout=300.0) == [True] * 2
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, cp) -> None:
+        super().__init__()
+        self.cp = cp
+        draw = torch.Generator().manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(16, 48, generator=draw, dtype=torch.float64))
+
+    def forward(self, x):
+        return layer(self.cp, x, self.weight)
+
+
+def data_parallel(exchange):
+    cp = ContextParallel(cpu_mesh(2), seq_len=29, layout="zigzag", exchange=exchange)
+    x = torch.randn(2, 29, 16, dtype=torch.float64)
+    model = DistributedDataParallel(Layer(cp))
+    model(cp.shard(x, dim=1)).square().sum().backward()
+    whole = Layer(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    whole(x).square().sum().backward()
+    torch.testing.assert_close(model.module.weight.grad, whole.weight.grad / 2)
+    return True
+
+
+def test_inside_ddp_weight_gradients_are_those_of_the_whole_sequence(pool):
+    """DDP averages over the ranks, so a loss that is summed over them comes out divided by their number."""
+    for exchange in ("ring", "ulysses"):
+        assert pool.run(data_parallel, exchange, ranks=2, timeout=300.0) == [True] * 2
+
+
+def errors_against_float64(dtype):
+    """The greatest errors of output and gradients: on the ranks, and by one process."""
+    cp = ContextParallel(cpu_mesh(4), seq_len=500, layout="zigzag", exchange="ring")
+    whole = [torch.randn(1, 4, 500, 32).to(dtype) for _ in range(4)]
+
+    def run(attend, tensors):
+        *qkv, dout = tensors
+        qkv = [t.detach().requires_grad_() for t in qkv]
+        out = attend(*qkv)
+        return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
+
+    def plain(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    exact = run(plain, [t.double() for t in whole])
+    ours = [cp.unshard(t, dim=2) for t in run(cp, [cp.shard(t, dim=2) for t in whole])]
+    return [
+        [float((t.double() - e).abs().max()) for t, e in zip(found, exact, strict=True)]
+        for found in (ours, run(plain, whole))
+    ]
+
+
+def test_errors_do_not_grow_with_the_ranks(pool):
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, single = pool.run(errors_against_float64, dtype, ranks=4, timeout=300.0)[0]
+        for mine, other in zip(ours, single, strict=True):
+            assert mine <= 2 * other, (dtype, ours, single)

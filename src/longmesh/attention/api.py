@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from longmesh.attention.kernel.choose import Choice, choose, need_of
 from longmesh.attention.kernel.scores import captured_tensors
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.mask.base import Mask
+from longmesh.attention.op import attend, register_caller
 from longmesh.attention.plan.adapt import adapt_plan
 from longmesh.attention.plan.api import plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan
@@ -84,6 +85,7 @@ class ContextParallel:
         self._kernel = kernel
         self._planned: dict[tuple[int, int, int, int], Heads] = {}
         self._choice: Choice | None = None
+        self._name = register_caller(self)
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         self.plan: AttentionPlan = plan_attention(
             ranks=self._ranks, layout=layout, dtype_bytes=dtype.itemsize, **self._options, **heads
@@ -160,16 +162,30 @@ class ContextParallel:
         Collective over the mesh, and so is its backward. `bias` broadcasts to (B, H, seq_len, seq_len) and
         `score_mod` sees global indices; both, `sinks` and `dropout_seed` are the same on every rank.
         """
+        if dropout_p and dropout_seed is None:
+            raise LongmeshError(
+                f"dropout_p={dropout_p} needs dropout_seed=, the same on every rank and another each step"
+            )
         if torch.is_autocast_enabled(q.device.type):
             q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
-        check_call(self.plan, self.num_tokens, q, k, v, bias, sinks, dropout_p, dropout_seed)
+        if torch.compiler.is_compiling() and score_mod is None and bias is None and not dropout_p:
+            return attend(q, k, v, sinks, self._name, scale)[0]
+        score = Score(scale, score_mod, None, bias, dropout_p, dropout_seed or 0)
+        return self._run(q, k, v, sinks, score)  # pyright: ignore[reportCallIssue] (disable() loses self)
+
+    @torch.compiler.disable
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Tensor:
+        call = self.prepare(q, k, v, sinks, score)
+        return Attend.apply(call, q, k, v, score.bias, sinks, *captured_tensors(score.score_mod))
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Call:
+        """The call, checked and planned. Only the first one for given heads may communicate, to make groups."""
+        check_call(self.plan, self.num_tokens, q, k, v, sinks, score)
         heads = self._plan_heads(q.shape[1], k.shape[1], q.shape[3], q.element_size())
-        mask_mod = heads.plan.mask.visible if heads.has_elementwise else None
-        score = Score(scale, score_mod, mask_mod, bias, dropout_p, dropout_seed or 0)
+        if heads.has_elementwise:
+            score = replace(score, mask_mod=heads.plan.mask.visible)
         kernel = self._choose(q, v, score)
-        rows = heads.routes if len(heads.plan.rows) > 1 else heads.routes[:1]
-        call = Call(tuple(Task(route, kernel, score, heads.outer, heads.inner) for route in rows))
-        return Attend.apply(call, q, k, v, bias, sinks, *captured_tensors(score_mod))
+        return Call(tuple(Task(route, kernel, score, heads.outer, heads.inner) for route in heads.routes))
 
     def _choose(self, q: Tensor, v: Tensor, score: Score) -> Kernel:
         need = need_of(q, v, score, (), torch.is_grad_enabled())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from longmesh.attention.kernel.base import Score
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.errors import LongmeshError
 
@@ -32,9 +33,8 @@ def check_tokens(what: str, tensor: Tensor, dim: int, tokens: int, num_cuts: int
 
 
 def check_call(
-    plan: AttentionPlan, tokens: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
-    sinks: Tensor | None, dropout_p: float, dropout_seed: int | None,
-) -> None:  # fmt: skip
+    plan: AttentionPlan, tokens: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score
+) -> None:
     """Raise unless q, k, v and the options are what the plan can take."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if any(t.ndim != 4 for t in (q, k, v)):
@@ -61,13 +61,11 @@ def check_call(
             f"the mask has {len(plan.rows)} batch rows, q has a batch of {q.shape[0]}; give one list of lengths "
             "for all rows, or one for each"
         )
-    _check_options(plan, q, bias, sinks, dropout_p, dropout_seed)
+    _check_options(plan, q, sinks, score)
 
 
-def _check_options(
-    plan: AttentionPlan, q: Tensor, bias: Tensor | None, sinks: Tensor | None, dropout_p: float,
-    dropout_seed: int | None,
-) -> None:  # fmt: skip
+def _check_options(plan: AttentionPlan, q: Tensor, sinks: Tensor | None, score: Score) -> None:
+    bias = score.bias
     B, H = q.shape[:2]
     whole = (B, H, plan.seq_len, plan.seq_len)
     if bias is not None:
@@ -79,9 +77,5 @@ def _check_options(
             )
     if sinks is not None and tuple(sinks.shape) != (H,):
         raise LongmeshError(f"sinks {tuple(sinks.shape)}: give one logit for each of the {H} query heads")
-    if not 0.0 <= dropout_p < 1.0:
-        raise LongmeshError(f"dropout_p={dropout_p}: give a probability from 0 to below 1")
-    if dropout_p > 0 and dropout_seed is None:
-        raise LongmeshError(
-            f"dropout_p={dropout_p} needs dropout_seed=, the same on every rank and another each step"
-        )
+    if not 0.0 <= score.dropout_p < 1.0:
+        raise LongmeshError(f"dropout_p={score.dropout_p}: give a probability from 0 to below 1")

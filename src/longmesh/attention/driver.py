@@ -56,11 +56,10 @@ class Forward(NamedTuple):
 def run_forward(task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> Forward:
     """Attention of this rank's queries. Its last merge is done; sinks are not applied."""
     route, remote = task.route, None
-    if route.has_remote_queries:
-        queries = task.start(route.queries, to_rows(q_BHSD))
+    queries = task.start(route.queries, to_rows(q_BHSD)) if route.has_remote_queries else None
     state = None
     for number, k, v in _key_stages(task, k_BGSD, v_BGSE):
-        if number == 1 and route.has_remote_queries:
+        if number == 1 and queries is not None:
             remote = place_rows(queries.wait(), route.queries.place)
             q_BHSD = torch.cat([q_BHSD, *from_rows(remote, q_BHSD)], dim=2)
             state = _extended(state, len(remote), q_BHSD, v.shape[-1])
@@ -78,13 +77,14 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of this rank's tokens, in the accumulating dtype; dbias and dcaptured of `totals` grow."""
     route, S = task.route, q_BHSD.shape[2]
+    finals = None
     if remote_q_RW is not None:
         finals = task.start(route.queries, to_rows(final.out_BHSE, final.dout_BHSE, final.lse_BHS))
     dq_BHSD = zero_like(q_BHSD)
     own_SW = _zero_rows(k_BGSD, v_BGSE)
     home: tuple[Move, Pending] | None = None
     for number, k, v in _key_stages(task, k_BGSD, v_BGSE):
-        if number == 1 and remote_q_RW is not None:
+        if number == 1 and remote_q_RW is not None and finals is not None:
             q_BHSD = torch.cat([q_BHSD, *from_rows(remote_q_RW, q_BHSD)], dim=2)
             dq_BHSD = torch.cat([dq_BHSD, zero_like(q_BHSD[:, :, S:])], dim=2)
             final = _extended_final(final, place_rows(finals.wait(), route.queries.place))

@@ -11,6 +11,7 @@ share: their sum over the ranks is the gradient, as for the weights of the model
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,14 +43,9 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, q, k, v, bias, sinks, *captured):
         ctx.call, ctx.num_captured, ctx.kv_heads = call, len(captured), k.shape[1]
-        outs, saved = [], []
-        with torch.autocast(q.device.type, enabled=False):
-            for task, b in call.batches():
-                out, kept = _forward_row(task, q[b], k[b], v[b], sinks)
-                outs.append(out)
-                saved += kept
+        out, saved = forward_rows(call, q, k, v, sinks)
         ctx.save_for_backward(bias, sinks, *captured, *saved)
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -59,16 +55,37 @@ class Attend(torch.autograd.Function):
         dbias = zero_like(bias) if ctx.needs_input_grad[4] else None
         dsinks = torch.zeros_like(sinks) if sinks is not None else None
         totals = Gradients(dout, dout, dout, dbias, [zero_like(t) for t in captured])
-        rows = []
-        with torch.autocast(dout.device.type, enabled=False):
-            for i, (task, b) in enumerate(ctx.call.batches()):
-                kept = saved[6 * i : 6 * i + 6]
-                rows.append(_backward_row(task, dout[b], kept, sinks, dsinks, totals, ctx.kv_heads))
-        dqkv = rows[0] if len(rows) == 1 else [torch.cat(parts) for parts in zip(*rows, strict=True)]
+        dqkv = backward_rows(ctx.call, dout, saved, sinks, dsinks, totals, ctx.kv_heads)
         dqkv = [grad.to(saved[0].dtype) for grad in dqkv]
         dbias = None if dbias is None else dbias.to(bias.dtype)
         dcaptured = [grad.to(t.dtype) for grad, t in zip(totals.dcaptured, captured, strict=True)]
         return None, *dqkv, dbias, dsinks, *dcaptured
+
+
+def forward_rows(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The output of this rank's tokens, and six tensors for each batch row of the plan."""
+    outs, saved = [], []
+    with torch.autocast(q.device.type, enabled=False):
+        for task, b in call.batches():
+            out, kept = _forward_row(task, q[b], k[b], v[b], sinks)
+            outs.append(out)
+            saved += kept
+    return outs[0] if len(outs) == 1 else torch.cat(outs), saved
+
+
+def backward_rows(
+    call: Call, dout: Tensor, saved: Sequence[Tensor | None], sinks: Tensor | None, dsinks: Tensor | None,
+    totals: Gradients, kv_heads: int,
+) -> Sequence[Tensor]:  # fmt: skip
+    """dq, dk and dv in the accumulating dtype; `dsinks` and what is in `totals` grow."""
+    rows = []
+    with torch.autocast(dout.device.type, enabled=False):
+        for i, (task, b) in enumerate(call.batches()):
+            kept = saved[6 * i : 6 * i + 6]
+            rows.append(_backward_row(task, dout[b], kept, sinks, dsinks, totals, kv_heads))
+    return rows[0] if len(rows) == 1 else [torch.cat(parts) for parts in zip(*rows, strict=True)]
 
 
 def _forward_row(task: Task, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):

@@ -1,0 +1,126 @@
+"""Attention as one opaque op, for torch.compile: a full graph sees a call, not collectives and numpy.
+
+    longmesh::attend(q, k, v, sinks?, name, scale?) -> [out, *what backward needs]
+
+Only plain calls come here (no bias, score_mod or dropout); the others break the graph and run eagerly. The
+op finds its plan by name in a registry of live `ContextParallel` objects. Its fake kernel computes shapes
+from the plan alone, which is pure.
+
+Pitfall: outputs of an op share no memory, with each other or with inputs, and have the strides that the
+fake kernel says; so they are copied to contiguous ones where they would.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longmesh.attention.function import Call, backward_rows, forward_rows
+from longmesh.attention.kernel.base import Gradients, Score
+from longmesh.attention.merge import accumulate_dtype
+
+
+class Caller(Protocol):
+    """What the op needs of a `ContextParallel`."""
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Call: ...
+
+
+class _Registry:
+    """Live callers by name; a name is never used twice in a process."""
+
+    def __init__(self) -> None:
+        self._callers: weakref.WeakValueDictionary[str, Caller] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+
+    def add(self, caller: Caller) -> str:
+        name = f"context_parallel_{next(self._numbers)}"
+        self._callers[name] = caller
+        return name
+
+    def get(self, name: str) -> Caller:
+        return self._callers[name]
+
+
+_registry = _Registry()
+
+
+def register_caller(caller: Caller) -> str:
+    """The name by which the op finds the caller, for as long as it lives."""
+    return _registry.add(caller)
+
+
+@torch.library.custom_op("longmesh::attend", mutates_args=())
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, name: str, scale: float | None
+) -> list[Tensor]:
+    """The output, then for each batch row of the plan what backward needs. Collective over the mesh."""
+    call = _registry.get(name).prepare(q, k, v, sinks, Score(scale))
+    out, saved = forward_rows(call, q, k, v, sinks)
+    split = call.tasks[0].inner is not None
+    kept = [t for i, t in enumerate(saved) if t is not None and (split or i % 6 > 2)]
+    return [out.contiguous(), *(t.clone(memory_format=torch.contiguous_format) for t in kept)]
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, name: str, scale: float | None) -> list[Tensor]:
+    call = _registry.get(name).prepare(q, k, v, sinks, Score(scale))
+    (B, H, _, D), E, wide = q.shape, v.shape[3], accumulate_dtype(q.dtype)
+    found = [q.new_empty((B, H, q.shape[2], E))]
+    for task in call.tasks:
+        route, share = task.route, task.route.plan.heads
+        b, S = B // len(call.tasks), route.tokens_in_group
+        h = H if share is None else share.q_stop - share.q_start
+        g = k.shape[1] if share is None else share.kv_stop - share.kv_start
+        if task.inner is not None:
+            found += [q.new_empty((b, *shape)) for shape in ((h, S, D), (g, S, D), (g, S, E))]
+        found += [q.new_empty((b, h, S, E), dtype=wide), q.new_empty((b, h, S), dtype=wide)]
+        if route.has_remote_queries:
+            found.append(q.new_empty((route.queries.num_received, b * h * D)))
+    return found
+
+
+@torch.library.custom_op("longmesh::attend_backward", mutates_args=())
+def attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: Sequence[Tensor], name: str,
+    scale: float | None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v and, if given, sinks. Collective over the mesh."""
+    call = _registry.get(name).prepare(q, k, v, sinks, Score(scale))
+    rest, saved = list(kept), []
+    for task, b in call.batches():
+        own = [rest.pop(0) for _ in range(3)] if task.inner is not None else [q[b], k[b], v[b]]
+        state = [rest.pop(0), rest.pop(0)]
+        saved += [*own, *state, rest.pop(0) if task.route.has_remote_queries else None]
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    totals = Gradients(dout, dout, dout)
+    dqkv = backward_rows(call, dout, saved, sinks, dsinks, totals, k.shape[1])
+    copies = [t.to(q.dtype).clone(memory_format=torch.contiguous_format) for t in dqkv]
+    return copies if dsinks is None else [*copies, dsinks]
+
+
+@attend_backward.register_fake
+def _(dout, q, k, v, sinks, kept, name, scale) -> list[Tensor]:
+    like = [q, k, v] if sinks is None else [q, k, v, sinks]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like]
+
+
+def _setup(ctx, inputs, output) -> None:
+    q, k, v, sinks, ctx.name, ctx.scale = inputs
+    ctx.has_sinks = sinks is not None
+    ctx.save_for_backward(q, k, v, *([sinks] if ctx.has_sinks else []), *output[1:])
+
+
+def _backward(ctx, grads):
+    q, k, v, *kept = ctx.saved_tensors
+    sinks = kept.pop(0) if ctx.has_sinks else None
+    found = attend_backward(grads[0], q, k, v, sinks, kept, ctx.name, ctx.scale)
+    return *found[:3], found[3] if ctx.has_sinks else None, None, None
+
+
+attend.register_autograd(_backward, setup_context=_setup)
