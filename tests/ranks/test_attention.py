@@ -250,3 +250,14 @@ def gradients_of_shared_tensors(exchange):
 def test_gradients_of_shared_tensors_add_up_over_the_ranks(pool):
     for exchange in ("ring", "sparse", "ulysses"):
         assert pool.run(gradients_of_shared_tensors, exchange, ranks=3, timeout=300.0) == [True] * 3
+
+
+def test_fewer_tokens_than_ranks(pool):
+    cases = [
+        ((masks.causal(), layout, exchange), {"S": S, "B": 2, "chunk": 1})
+        for layout in ("zigzag", "striped", "solve")
+        for exchange in ("sparse", "ring", "ulysses", "auto")
+        for S in (1, 3)
+    ]
+    on_ranks(pool, (4,), cases)
+    on_ranks(pool, (2, 2), [((masks.causal(), "zigzag", "hybrid"), {"S": S, "chunk": 1}) for S in (1, 3)])
