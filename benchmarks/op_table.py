@@ -1,0 +1,82 @@
+"""Write docs/ops.md: for every op of torch's `op_db`, the layouts that run without a collective.
+
+    python benchmarks/op_coverage.py --out coverage.tsv
+    python benchmarks/op_table.py coverage.tsv docs/ops.md
+
+The lines come from the rules themselves, asked for the aten ops that one sample of the op calls; the outcome from the
+coverage run on real ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from longmesh.rules import OpCall, find_rule
+from longmesh.tensor.dispatch import dispatch
+from longmesh.tensor.op_plan import functional_form, rule_name, run_on_meta
+from support.op_sweep import OPS
+from support.rule_check import calls_of, describe
+
+HEAD = """# Which layouts run without a collective
+
+One row an op of torch's `op_db`, by the aten ops it calls. A line such as `S(0), R -> S(0)` holds on one mesh axis: inputs
+laid out so are not moved. "Everything replicated" always holds and is not listed; where inputs lie otherwise they are
+brought to the cheapest line. `handler` ops need more than one local call (a small reduction, a halo, a lookup).
+Outcome: a run on 3 gloo ranks in random layouts against plain torch.
+
+| op | outcome | aten op: lines without a collective |
+| --- | --- | --- |
+"""
+
+
+def lines_of(name: str) -> str:
+    """The aten ops of one sample and their lines, as a table cell."""
+    op = OPS[name]
+    samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=False))
+    sample = max(samples, key=lambda s: s.input.ndim if isinstance(s.input, torch.Tensor) else 0)
+    cells: dict[str, str] = {}
+    for func, args, kwargs in calls_of(lambda: op(sample.input, *sample.args, **sample.kwargs)):
+        func = functional_form(func) or func
+        rule = find_rule(rule_name(func))
+        if rule is None or "out" in kwargs:
+            cells.setdefault(rule_name(func), "handler" if func in dispatch.handlers else "no rule")
+            continue
+        call = describe(func, args, kwargs)
+        if not call.tensors:
+            continue
+        outputs = rule.out_meta(call) if rule.out_meta else run_on_meta(call)
+        call = OpCall(func, call.args, call.kwargs, call.tensors, outputs)
+        shown = [
+            f"{', '.join(map(str, entry.inputs))} -> {', '.join(map(str, entry.outputs))}"
+            for entry in rule.axis_rules(call)
+        ]
+        more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
+        cells.setdefault(rule_name(func), "; ".join(shown[:6]) + more if shown else "replicated only")
+    return "<br>".join(f"`{aten}`: {text}" for aten, text in list(cells.items())[:6])
+
+
+def main() -> None:
+    coverage, target = map(Path, sys.argv[1:3])
+    rows: list[str] = []
+    for row in coverage.read_text().splitlines():
+        name, outcome, reason = row.split("\t")[:3]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                cell = lines_of(name)
+            except Exception as error:
+                cell = f"not listed: {type(error).__name__}"
+        note = f": {reason[:160]}" if outcome not in ("right", "always replicates") else ""
+        cleaned = (outcome + note).replace("|", "\\|").replace("\n", " ")
+        rows.append(f"| {name} | {cleaned} | {cell.replace('|', chr(92) + '|')} |\n")
+    target.write_text(HEAD + "".join(rows))
+
+
+if __name__ == "__main__":
+    main()
