@@ -25,9 +25,10 @@ from support.rule_check import calls_of, describe
 
 HEAD = """# Which layouts run without a collective
 
-One row an op of torch's `op_db`, by the aten ops it calls. A line such as `S(0), R -> S(0)` holds on one mesh axis: inputs
-laid out so are not moved. "Everything replicated" always holds and is not listed; where inputs lie otherwise they are
-brought to the cheapest line. `handler` ops need more than one local call (a small reduction, a halo, a lookup).
+One row an op of torch's `op_db`, by the aten ops it calls. A line such as `S(0), R -> S(0)` holds on one mesh axis:
+inputs laid out so are not moved. "Everything replicated" always holds and is not listed; where inputs lie otherwise
+they are brought to the cheapest line.
+`handler` ops need more than one local call (a small reduction, a halo, a lookup).
 Outcome: a run on 3 gloo ranks in random layouts against plain torch.
 
 | op | outcome | aten op: lines without a collective |
