@@ -4,6 +4,7 @@ Most scripts here do not import torch, because each rank that does takes seconds
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -133,7 +134,8 @@ def test_how_a_rank_ends_is_told_and_the_others_are_ended(
 
 def test_a_syntax_error_is_shown_once(tmp_path: Path) -> None:
     done = run("--ranks", 2, write(tmp_path, "def f(:\n"))
-    assert done.stderr.startswith("longmesh run: rank 0 of 2 raised SyntaxError: invalid syntax")
+    # Both ranks meet it; either may be the first.
+    assert re.match(r"longmesh run: rank [01] of 2 raised SyntaxError: invalid syntax", done.stderr)
     assert done.stderr.rstrip().endswith("SyntaxError: invalid syntax")
     assert done.stderr.count("def f(:") == 1
     assert done.returncode == 1
