@@ -113,3 +113,54 @@ def test_view_says_which_fix(pool):
     ]
     assert same and shares
     assert placements == (Shard(0),)
+
+
+def _written(x, v):
+    """In-place writes through views of views, in the middle of a differentiable program."""
+    x = x * 1
+    x[0] = 5.0
+    x[1:3] = v[1:3]
+    x[:, 1] += 2
+    x[-1].mul_(3)
+    x.t()[0, 1:].neg_()
+    x.reshape(-1)[2:4].zero_()
+    x[1:][1:][0] = v[0]
+    x.diagonal().add_(1)
+    x[x > 4] = -1.0
+    x[torch.tensor([0, 2])] = v[:2]
+    return x * 2
+
+
+def _written_to_pieces(x):
+    x.split(2)[1].add_(1)
+    x.unbind(1)[0].mul_(2)
+    x.chunk(3, 1)[2][1:] = 7.0
+    return x
+
+
+def written(mesh_shape):
+    torch.manual_seed(0)
+    found = compare_op(_written, [torch.randn(4, 6), torch.randn(4, 6)], mesh_shape, trials=8)
+    return found + compare_op(_written_to_pieces, [torch.randn(4, 6)], mesh_shape, trials=4, grad=False)
+
+
+def test_writes_through_views_reach_the_tensor(pool):
+    assert pool.run(written, (3,), ranks=3)[0] == []
+    assert pool.run(written, (2, 2), ranks=4)[0] == []
+
+
+def lost_write():
+    mesh = cpu_mesh(2)
+    x = distribute_tensor(torch.arange(4.0).view(4, 1), mesh, [Shard(0)], src_data_rank=None)
+    try:
+        x.unfold(0, 2, 2).zero_()
+    except LongmeshError as error:
+        return str(error)
+
+
+def test_a_write_that_would_be_lost_is_refused(pool):
+    text = pool.run(lost_write, ranks=2)[0]
+    assert text.startswith(
+        "can't write in place to this view: aten.unfold.default of a tensor laid out as S(0)"
+    )
+    assert text.endswith("write to the tensor itself, or redistribute it to Replicate() first")

@@ -108,9 +108,11 @@ def view_meta(call: OpCall) -> tuple[OutMeta, ...]:
     return (OutMeta(tuple(viewed.shape), viewed.stride()),)
 
 
-def reshape_locally(call: OpCall, view: LocalView) -> Callable[..., Any]:
+def reshape_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     """Local parts take the local shape of the result, whatever the op's own arguments say."""
     shape = view.output_shapes[0]
+    if shape == call.outputs[0].shape and view.input_shapes[0] == call.tensors[0].shape:
+        return None
 
     def reshape(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return local.reshape(shape)
@@ -323,7 +325,7 @@ RULES: dict[str, Rule] = {
     "view.dtype": Rule(bits_lines),
     **dict.fromkeys(("permute.default", "transpose.int", "t.default"), PERMUTE),
     **dict.fromkeys(("squeeze.default", "squeeze.dim", "squeeze.dims"), SQUEEZE),
-    "unsqueeze.default": Rule(unsqueeze_lines, unsqueeze_meta, local_op=reshape_locally),
+    "unsqueeze.default": Rule(unsqueeze_lines, unsqueeze_meta),
     "expand.default": Rule(expand_lines, expand_meta, local_args=local_sizes),
     "repeat.default": Rule(repeat_lines),
     "unfold.default": Rule(unfold_lines),

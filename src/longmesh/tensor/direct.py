@@ -67,8 +67,11 @@ class DirectPath:
         if replay is self:
             return self._watch(func, args, kwargs, key)
         assert isinstance(replay, _Replay)
-        if grad and replay.is_view:
-            return func(*args, **kwargs)
+        if replay.is_view or replay.output is None:
+            if grad and replay.is_view:
+                return func(*args, **kwargs)
+            if getattr(args[0], "_origin", None) is not None:  # a write goes on to where the view comes from
+                return func(*args, **kwargs)
         local_args = [
             a._local_tensor
             if type(a) is DTensor

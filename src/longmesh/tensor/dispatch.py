@@ -27,6 +27,7 @@ from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.held import Held, hold
 from longmesh.tensor.op_plan import OpPlan, Output, make_plan
 from longmesh.tensor.tree import all_tensors, map_tensors
+from longmesh.tensor.view_origin import remember_origin, write_to_origin
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _NUMBERS = frozenset((int, float, bool, complex))
@@ -47,6 +48,8 @@ class Dispatcher:
         if handler is None:
             return self.run(func, args, kwargs)
         result = handler(func, args, kwargs)
+        if type(result) is DTensor and result._origin is not None and args and result is args[0]:
+            write_to_origin(result, move)
         log = watched.get()
         if log is not None and (not log or log[-1][1] is not result):
             log.append((None, result))  # it did more than hand on what one op gave
@@ -85,10 +88,14 @@ class Dispatcher:
         output = plan.single
         if plan.written is not None:
             result = args[plan.written]
+            if result._origin is not None:
+                write_to_origin(result, move)
         elif output is not None:
             result = wrap(result, output, held.mesh)
         else:
             result = wrap_all(result, plan.outputs, held.mesh)
+        if plan.is_view and (plan.is_copy or args[0]._origin is not None):
+            remember_origin(result, func, args, kwargs)
         log = watched.get()
         if log is not None:
             log.append((plan, result))
@@ -227,6 +234,8 @@ def write_back(
                 f"{tuple(value.shape)}; use the op that returns a new tensor"
             )
         target._local_tensor.copy_(move(value, target._layout)._local_tensor)
+        if target._origin is not None:
+            write_to_origin(target, move)
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 

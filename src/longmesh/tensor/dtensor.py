@@ -34,6 +34,7 @@ from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.held import Held, hold
 from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
+from longmesh.tensor.view_origin import ViewOrigin
 from longmesh.tensor.view_route import check_view
 
 ShardOrderLike = Iterable[tuple[int, Sequence[int]]]
@@ -52,6 +53,8 @@ class DTensor(torch.Tensor):
     _held: Held
     # The mask of a pending lookup (a MaskPartial layout); few tensors have one, so it is no slot.
     _lookup: PendingLookup | None = None
+    # Where a view that had to be copied comes from; no slot either.
+    _origin: ViewOrigin | None = None
 
     @classmethod
     def __torch_function__(
@@ -267,6 +270,16 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         local, (mesh, layout) = inner["_local_tensor"], context
         return DTensor(local, mesh, layout, outer_size, outer_stride, local.requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """How a compiler should expect this output's gradient: as autograd gives it, nothing pending."""
+        return autograd.move(self, autograd.gradient_layout(self._layout))
+
+    def __coerce_same_metadata_as_tangent__(
+        self, context: tuple[DeviceMesh, Layout], expected_type: type | None = None
+    ) -> DTensor | None:
+        """A gradient that came in another layout than a compiler traced: brought there."""
+        return None if expected_type is not None else autograd.move(self, context[1])
 
 
 def _rebuild(

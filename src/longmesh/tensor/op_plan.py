@@ -38,7 +38,7 @@ class OpPlan:
     `inputs`: the layout each tensor argument is brought to. `local_call` on the local parts, its static
     arguments replaced by `rewritten(locals)` where they depend on the rank. `outputs`: of the results.
     `written`: the argument an in-place op returns. `is_local`: the op itself on the parts as they lie; `is_plain`:
-    with its arguments in a row. Without a `local_call` the op goes another way: by its
+    with its arguments in a row. `is_view`: of a view op, `is_copy` if its result holds moved data. Without a `local_call` the op goes another way: by its
     `functional` form and a copy, by `decomposition`, or replicated.
     """
 
@@ -50,6 +50,8 @@ class OpPlan:
     is_plain: bool = False
     is_local: bool = False
     written: int | None = None
+    is_view: bool = False
+    is_copy: bool = False
     functional: OpOverload | None = None
     decomposition: Callable[..., Any] | None = None
     note: str = ""
@@ -100,7 +102,21 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], c
         is_plain=flat and rewritten is None and stays,
         is_local=rewritten is None and local_call is func and stays,
         written=0 if functional is not None else None,
+        is_view=functional is None and is_view(func),
+        is_copy=not stays or _pends_more(choice.inputs, choice.outputs),
     )
+
+
+def is_view(func: OpOverload) -> bool:
+    """Whether the op's results share the memory of its first argument."""
+    first = func._schema.arguments[0].alias_info
+    return first is not None and not first.is_write
+
+
+def _pends_more(inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]) -> bool:
+    """Whether outputs have a pending reduction that the inputs don't: their parts are new."""
+    before = {a for layout in inputs for a in layout.partial_axes}
+    return any(a not in before for layout in outputs for a in layout.partial_axes)
 
 
 def _equal(a: Any, b: Any) -> bool:

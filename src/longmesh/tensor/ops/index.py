@@ -10,12 +10,14 @@ from torch._ops import OpOverload
 from longmesh.comm import comm_of
 from longmesh.comm.intervals import Interval, exchange_intervals
 from longmesh.rules.index import slice_range
-from longmesh.spec import Coordinate, Layout, MaskPartial, Partial
+from longmesh.spec import Coordinate, MaskPartial, Partial
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import Handler, dispatch, replicate_plain
 from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.op_plan import is_view
 from longmesh.tensor.ops.pieces import bind, settled
 from longmesh.tensor.ops.recut import interval, recut
+from longmesh.tensor.view_origin import remember_origin
 
 aten = torch.ops.aten
 
@@ -45,7 +47,9 @@ def slice_tensor(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     first, count = slice_range(tensor.shape[dim], given["start"], given["end"], step)
     if count == tensor.shape[dim]:
         return dispatch(aten.alias.default, (tensor,), {})
-    return take_slice(tensor, dim, first, count, step)
+    result = take_slice(tensor, dim, first, count, step)
+    remember_origin(result, func, args, kwargs)
+    return result
 
 
 def take_slice(tensor: DTensor, dim: int, first: int, count: int, step: int) -> DTensor:
@@ -138,7 +142,10 @@ def split(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if sum(sizes) != total:
         raise RuntimeError(f"split sizes {list(sizes)} must add up to {total}, the size of dim {dim}")
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [take_slice(tensor, dim, start, size, 1) for start, size in zip(starts, sizes, strict=True)]
+    pieces = [take_slice(tensor, dim, start, size, 1) for start, size in zip(starts, sizes, strict=True)]
+    if is_view(func):
+        remember_origin(pieces, func, args, kwargs)
+    return pieces
 
 
 def index_by_mask(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -170,10 +177,6 @@ def _fill(func: OpOverload, tensor: DTensor, mask: DTensor, value: DTensor) -> D
     if func._schema.is_mutable:
         return aten.masked_fill_.Tensor(tensor, mask, value)
     return aten.masked_fill.Tensor(tensor, mask, value)
-
-
-def whole_layout(tensor: DTensor) -> Layout:
-    return Layout.replicated(tensor._layout.mesh)
 
 
 HANDLERS: dict[OpOverload, Handler] = {

@@ -21,8 +21,10 @@ from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import global_stride
+from longmesh.tensor.op_plan import is_view
 from longmesh.tensor.ops.index import linear_or_settled
 from longmesh.tensor.ops.recut import interval
+from longmesh.tensor.view_origin import remember_origin
 from longmesh.tensor.view_route import ViewRoute, view_route
 
 aten = torch.ops.aten
@@ -40,7 +42,10 @@ def view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     route = view_route(layout, before, after)
     if route is None or not route.resized:
         return dispatch.run(func, args, kwargs)
-    return _exchange(tensor, route, after)
+    result = _exchange(tensor, route, after)
+    if is_view(func):
+        remember_origin(result, func, args, kwargs)
+    return result
 
 
 def _exchange(tensor: DTensor, route: ViewRoute, after: tuple[int, ...]) -> DTensor:
