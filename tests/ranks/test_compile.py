@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from longmesh import Replicate, Shard, distribute_tensor
+from longmesh.testing import cpu_mesh
 
 
 def program(x, w):
@@ -14,9 +14,30 @@ def program(x, w):
     return y.redistribute(placements=[Replicate()]).square().sum()
 
 
+def sharded_output(x, w):
+    return torch.tanh(torch.nn.functional.linear(x, w))
+
+
+def backward_outside(backend):
+    """The gradient of a compiled function's sharded output comes replicated: it is brought where it was traced."""
+    torch._dynamo.reset()
+    mesh = cpu_mesh(2)
+    grads = []
+    for run in (sharded_output, torch.compile(sharded_output, backend=backend, fullgraph=True)):
+        torch.manual_seed(0)
+        w = distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)]).requires_grad_()
+        run(distribute_tensor(torch.randn(3, 8), mesh, [Replicate()]), w).sum().backward()
+        grads.append(w.grad.full_tensor())
+    return torch.allclose(*grads)
+
+
+def test_backward_of_a_compiled_output(pool):
+    assert pool.run(backward_outside, "aot_eager", ranks=2, timeout=300.0) == [True] * 2
+
+
 def compiled(backend, dynamic, sizes):
     torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     torch.manual_seed(0)
     fn = torch.compile(program, backend=backend, fullgraph=True, dynamic=dynamic)
     outcomes = []
