@@ -185,8 +185,9 @@ class DTensor(torch.Tensor):
     def view(self, *size: Any, **kwargs: Any) -> torch.Tensor:
         """As torch's, on the same local memory: an error where the layout can't be kept; reshape() moves data."""
         dims = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-        if self._layout.shard_dims and all(type(d) is int for d in dims) and dims:
-            check_view(self._layout, tuple(self.shape), tuple(dims))
+        held = self._held
+        if held.layout.shard_dims and not held.is_symbolic and dims and all(type(d) is int for d in dims):
+            check_view(held.layout, tuple(held.shape), tuple(dims))
         return super().view(*size, **kwargs)
 
     # -- what it is ------------------------------------------------------------------------------

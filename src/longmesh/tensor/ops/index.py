@@ -39,11 +39,12 @@ def sliced_part(first: int, count: int, step: int, offset: int, length: int) -> 
 
 
 def slice_tensor(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = bind(func, args, kwargs)
-    tensor, step = given["self"], given["step"]
-    dim = given["dim"] % max(tensor.ndim, 1)
+    tensor = args[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(tensor.ndim, 1)
     if not tensor._layout.cuts(dim):
         return dispatch.run(func, args, kwargs)
+    given = bind(func, args, kwargs)
+    step = given["step"]
     first, count = slice_range(tensor.shape[dim], given["start"], given["end"], step)
     if count == tensor.shape[dim]:
         return dispatch(aten.alias.default, (tensor,), {})
@@ -129,11 +130,11 @@ def slice_scatter(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def split(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pieces of a cut dim, each cut anew."""
-    given = bind(func, args, kwargs)
-    tensor = given["self"]
-    dim = given["dim"] % max(tensor.ndim, 1)
+    tensor = args[0]
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % max(tensor.ndim, 1)
     if not tensor._layout.cuts(dim):
         return dispatch.run(func, args, kwargs)
+    given = bind(func, args, kwargs)
     sizes = given.get("split_sizes")
     total = tensor.shape[dim]
     if sizes is None:

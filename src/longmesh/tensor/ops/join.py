@@ -22,17 +22,20 @@ aten = torch.ops.aten
 
 
 def cat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    args, kwargs = replicate_plain(func, args, kwargs)
-    given = bind(func, args, kwargs)
-    tensors = [t for t in given["tensors"] if t.shape != (0,)]
+    given: list[Any] = args[0]
+    tensors = [t for t in given if t.shape != (0,)]
     if not tensors:
         return dispatch.run(func, args, kwargs)
-    dim = given["dim"] % max(tensors[0].ndim, 1)
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(tensors[0].ndim, 1)
+    if not any(type(t) is DTensor and t._layout.cuts(dim) for t in tensors):
+        return dispatch.run(func, args, kwargs)
+    everything, _ = replicate_plain(func, (list(given),), {})
+    tensors = [t for t in everything[0] if t.shape != (0,)]
     cut = [t for t in tensors if t._layout.cuts(dim)]
-    if not cut or any(_others(t, dim) != _others(tensors[0], dim) for t in tensors):
+    if any(_others(t, dim) != _others(tensors[0], dim) for t in tensors):
         return dispatch.run(func, args, kwargs)
     layout = settled(max(cut, key=torch.Tensor.numel))._layout
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in given["tensors"]))
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in given))
     pieces = [move(t, layout)._local_tensor.to(dtype) for t in tensors]
     sizes = [t.shape[dim] for t in tensors]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]

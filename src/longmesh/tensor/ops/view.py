@@ -7,6 +7,7 @@ group has to be gathered. `DTensor.view` refuses both, `reshape` and torch's own
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -31,21 +32,27 @@ aten = torch.ops.aten
 
 
 def view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, size = args[0], args[1] if len(args) > 1 else kwargs["size"]
-    layout = tensor._layout
-    if not layout.shard_dims:
+    tensor = args[0]
+    held = tensor._held
+    if held.is_symbolic or not held.layout.shard_dims:
         return dispatch.run(func, args, kwargs)
-    before = tuple(tensor.shape)
-    after = resolved_size(before, size)
-    if math.prod(before) != math.prod(after):
-        raise RuntimeError(f"shape {list(size)} is invalid for a tensor of shape {before}")
-    route = view_route(layout, before, after)
+    route, after = _planned(held.layout, held.shape, tuple(args[1] if len(args) > 1 else kwargs["size"]))
     if route is None or not route.resized:
         return dispatch.run(func, args, kwargs)
     result = _exchange(tensor, route, after)
     if is_view(func):
         remember_origin(result, func, args, kwargs)
     return result
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(
+    layout: Layout, before: tuple[int, ...], size: tuple[int, ...]
+) -> tuple[ViewRoute | None, tuple[int, ...]]:
+    after = resolved_size(before, size)
+    if math.prod(before) != math.prod(after):
+        raise RuntimeError(f"shape '{list(size)}' is invalid for a tensor of shape {tuple(before)}")
+    return view_route(layout, tuple(before), after), after
 
 
 def _exchange(tensor: DTensor, route: ViewRoute, after: tuple[int, ...]) -> DTensor:
