@@ -61,8 +61,7 @@ def test_reductions_over_dims(name):
         for dim in dims_of(len(shape)):
             for keepdim in (False, True):
                 assert (
-                    check_program(lambda x=x, d=dim, k=keepdim: op(x, dim=d, keepdim=k), ranks=(3, 4))
-                    == []
+                    check_program(lambda x=x, d=dim, k=keepdim: op(x, dim=d, keepdim=k), ranks=(3, 4)) == []
                 )
 
 
