@@ -37,9 +37,10 @@ class OpPlan:
 
     `inputs`: the layout each tensor argument is brought to. `local_call` on the local parts, its static
     arguments replaced by `rewritten(locals)` where they depend on the rank. `outputs`: of the results.
-    `written`: the argument an in-place op returns. `is_local`: the op itself on the parts as they lie; `is_plain`:
-    with its arguments in a row. `is_view`: of a view op, `is_copy` if its result holds moved data. Without a `local_call` the op goes another way: by its
-    `functional` form and a copy, by `decomposition`, or replicated.
+    `written`: the argument an in-place op returns. `is_local`: the op itself on the parts as they lie;
+    `is_plain`: with its arguments in a row. `is_view`: of a view op, `is_copy` if its result holds moved data.
+    Without a `local_call` the op goes another way: by its `functional` form and a copy, by `decomposition`, or
+    replicated.
     """
 
     inputs: tuple[Layout, ...] = ()
