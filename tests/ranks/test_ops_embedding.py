@@ -1,9 +1,12 @@
 """Lookups in cut tables on real ranks: pending masks, gradients, padding, norms, bags."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import torch
+import torch.distributed as dist
 
 from longmesh import Replicate, Shard, distribute_tensor
 from longmesh.comm import record_comm
@@ -118,6 +121,34 @@ def test_the_mask_lives_until_the_sum(pool):
         assert later == (Partial(),)
         assert right and freed and count == 0
         assert total == 3 + 2 + 4
+
+
+def uses_of_a_pending_lookup():
+    """Whatever is done with a pending lookup sees its value: parts, copies, files, in-place ops."""
+    mesh = cpu_mesh(2)
+    table = torch.arange(1.0, 7).view(3, 2)
+    w = distribute_tensor(table, mesh, [Shard(0)], src_data_rank=None)
+    index = torch.tensor([0, 2, 2])
+    first = dist.get_rank() == 0
+    results = [
+        torch.equal(
+            F.embedding(index, w).to_local(), table[index] * torch.tensor([[first], [not first], [not first]])
+        )
+    ]
+    copies = (copy.deepcopy, lambda y: pickle.loads(pickle.dumps(y)), torch.Tensor.clone)
+    for make in copies:
+        y = F.embedding(index, w)
+        z = make(y)
+        results += [torch.equal(z.full_tensor(), table[index]), torch.equal(y.full_tensor(), table[index])]
+    for write in (torch.Tensor.zero_, lambda y: y.mul_(2), lambda y: y.fill_(3), lambda y: y[0].fill_(9)):
+        y, plain = F.embedding(index, w), table[index]
+        write(y), write(plain)
+        results.append(torch.equal(y.full_tensor(), plain))
+    return results
+
+
+def test_anything_may_be_done_with_a_pending_lookup(pool):
+    assert all(all(results) for results in pool.run(uses_of_a_pending_lookup, ranks=2))
 
 
 def gradient_of_a_row_cut_table():

@@ -55,6 +55,8 @@ def from_local(
 
 
 def to_local(tensor: DTensor, grad_placements: tuple[Placement, ...] | None) -> torch.Tensor:
+    if tensor._lookup is not None:
+        settle_lookup(tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
         return _ToLocal.apply(tensor, grad_placements)
     return tensor._local_tensor

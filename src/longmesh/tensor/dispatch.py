@@ -22,7 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
-from longmesh.tensor.autograd import move
+from longmesh.tensor.autograd import move, settle_lookup
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.held import Held, hold
 from longmesh.tensor.op_plan import OpPlan, Output, make_plan
@@ -233,6 +233,8 @@ def write_back(
                 f"{func} would give the DTensor it writes to another shape: {tuple(target.shape)} -> "
                 f"{tuple(value.shape)}; use the op that returns a new tensor"
             )
+        if target._lookup is not None:
+            settle_lookup(target)
         target._local_tensor.copy_(move(value, target._layout)._local_tensor)
         if target._origin is not None:
             write_to_origin(target, move)

@@ -237,6 +237,7 @@ class DTensor(torch.Tensor):
             raise RuntimeError(
                 "deepcopy of a DTensor that is not a leaf: detach() it first, as for any tensor"
             )
+        self._settle()
         result = _rebuild(
             self._local_tensor.detach().clone(),
             self._mesh,
@@ -245,13 +246,19 @@ class DTensor(torch.Tensor):
             self.stride(),
             self.requires_grad,
         )
-        vars(result).update(vars(self))
+        vars(result).update(vars(self), _origin=None)
         if self.grad is not None:
             result.grad = self.grad.__deepcopy__(memo)
         memo[id(self)] = result
         return result
 
+    def _settle(self) -> None:
+        """A pending lookup's mask goes with no copy of its parts: it is applied first."""
+        if self._lookup is not None:
+            autograd.settle_lookup(self)
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        self._settle()
         state = (
             self._local_tensor.detach(),
             self._mesh,
@@ -263,6 +270,7 @@ class DTensor(torch.Tensor):
         return _rebuild, (*state, isinstance(self, torch.nn.Parameter))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[DeviceMesh, Layout]]:
+        self._settle()
         return ["_local_tensor"], (self._mesh, self._layout)
 
     @staticmethod
