@@ -21,6 +21,7 @@ from longmesh.rules import (
     scan_sort,
     scatter,
     softmax_norm,
+    strided,
     view,
 )
 from longmesh.rules.rule import Rule
@@ -34,6 +35,7 @@ TABLE: dict[str, Rule] = {
     **softmax_norm.RULES,
     **loss.RULES,
     **view.RULES,
+    **strided.RULES,
     **index.RULES,
     **join.RULES,
     **lookup.RULES,

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from longmesh.rules.rule import AxisRule, LocalView, Meta, OpCall, OutMeta, R, Rule, S, contiguous, line
-from longmesh.spec import Partial, Placement
+from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, Rule, S, contiguous, line
+from longmesh.spec import Partial
 
 PENDING: tuple[Partial, ...] = tuple(Partial(op) for op in ("sum", "avg", "min", "max", "product"))
 LINEAR: tuple[Partial, ...] = PENDING[:2]
@@ -206,114 +206,13 @@ def repeat_lines(call: OpCall) -> list[AxisRule]:
     return kept(call, [(d, d + new) for d in range(call.tensors[0].ndim) if repeats[d + new] == 1])
 
 
-# -- windows, diagonals, complex pairs -----------------------------------------------------------------
-
-
 def other_dims(call: OpCall, taken: Sequence[int]) -> list[tuple[int, int]]:
     return [(d, d) for d in range(call.tensors[0].ndim) if d not in taken]
-
-
-def unfold_lines(call: OpCall) -> list[AxisRule]:
-    return kept(call, other_dims(call, [call.dim("dimension")]))
-
-
-def diagonal_lines(call: OpCall) -> list[AxisRule]:
-    """The two dims go; the diagonal comes last."""
-    taken = (call.dim("dim1"), call.dim("dim2"))
-    rest = [d for d in range(call.tensors[0].ndim) if d not in taken]
-    return kept(call, [(d, o) for o, d in enumerate(rest)])
-
-
-def inverse_lines(
-    forward: Callable[[OpCall, int], list[tuple[int, int]]],
-) -> Callable[[OpCall], list[AxisRule]]:
-    """The backward of a view: dim `o` of the gradient becomes dim `i`. Zeros around it, so only sums stay pending."""
-    return lambda call: kept(call, [(o, i) for i, o in forward(call, len(call.outputs[0].shape))], LINEAR)
-
-
-def _diagonal_pairs(call: OpCall, ndim: int) -> list[tuple[int, int]]:
-    taken = (call["dim1"] % ndim, call["dim2"] % ndim)
-    return [(d, o) for o, d in enumerate(d for d in range(ndim) if d not in taken)]
-
-
-def _unfold_pairs(call: OpCall, ndim: int) -> list[tuple[int, int]]:
-    return [(d, d) for d in range(ndim) if d != call["dim"] % max(ndim, 1)]
-
-
-def _embed_pairs(call: OpCall) -> list[AxisRule]:
-    ndim = len(call.outputs[0].shape)
-    return kept(call, [(o, i) for i, o in _diagonal_pairs(call, ndim)], LINEAR)
-
-
-def _backward_sizes(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`input_sizes` is the second argument: the rank's own."""
-    return (call.args[0], list(view.output_shapes[0]), *call.args[2:]), dict(call.kwargs)
-
-
-def to_pairs(call: OpCall) -> list[AxisRule]:
-    return kept(call, other_dims(call, ()), LINEAR)
-
-
-def from_pairs(call: OpCall) -> list[AxisRule]:
-    return kept(call, other_dims(call, [call.tensors[0].ndim - 1]), LINEAR)
-
-
-def same_dims(kinds: Sequence[Partial]) -> Callable[[OpCall], list[AxisRule]]:
-    return lambda call: kept(call, other_dims(call, ()), kinds)
-
-
-def bits_lines(call: OpCall) -> list[AxisRule]:
-    """view(dtype): only the last dim may change its size; nothing pending goes through other bits."""
-    tensor, out = call.tensors[0], call.outputs[0].shape
-    return kept(call, [(d, d) for d in range(tensor.ndim) if tensor.shape[d] == out[d]], ())
 
 
 def no_lines(call: OpCall) -> list[AxisRule]:
     """Nothing may be cut: the op needs all of its inputs."""
     return []
-
-
-def _as_strided_locally(call: OpCall, view: LocalView) -> Callable[..., Any]:
-    meta = call.tensors[0]
-
-    def strided(local: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:
-        if local.stride() != meta.stride:
-            local = torch.empty_strided(
-                meta.shape, meta.stride, dtype=local.dtype, device=local.device
-            ).copy_(local)
-        return local.as_strided(size, stride, storage_offset)
-
-    return strided
-
-
-def _conj_locally(call: OpCall, view: LocalView) -> Callable[..., Any]:
-    """Conjugated in memory: a lazy conjugate bit would be lost on the wire."""
-    return torch.conj_physical
-
-
-def split_lines(call: OpCall) -> list[AxisRule]:
-    """The pieces are cut as the whole is, along any other dim."""
-    return kept(call, other_dims(call, [call.dim()]))
-
-
-def unbind_lines(call: OpCall) -> list[AxisRule]:
-    dim = call.dim()
-    return kept(call, [(d, d - (d > dim)) for d, _ in other_dims(call, [dim])])
-
-
-def flip_lines(call: OpCall) -> list[AxisRule]:
-    return kept(call, other_dims(call, [d % max(call.tensors[0].ndim, 1) for d in call["dims"]]))
-
-
-def roll_lines(call: OpCall) -> list[AxisRule]:
-    """Without dims the tensor is rolled as if it were flat."""
-    dims = [d % max(call.tensors[0].ndim, 1) for d in call["dims"]]
-    return kept(call, other_dims(call, dims) if dims else [])
-
-
-def placement_of(meta: Meta, dim: int | None) -> Placement:
-    """Cut along `dim`, or replicated where the tensor doesn't have it."""
-    return R if dim is None or not 0 <= dim < meta.ndim else S(dim)
 
 
 VIEW = Rule(view_lines, view_meta, local_op=reshape_locally)
@@ -322,26 +221,9 @@ PERMUTE = Rule(permute_lines, permute_meta)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("view.default", "_unsafe_view.default"), VIEW),
-    "view.dtype": Rule(bits_lines),
     **dict.fromkeys(("permute.default", "transpose.int", "t.default"), PERMUTE),
     **dict.fromkeys(("squeeze.default", "squeeze.dim", "squeeze.dims"), SQUEEZE),
     "unsqueeze.default": Rule(unsqueeze_lines, unsqueeze_meta),
     "expand.default": Rule(expand_lines, expand_meta, local_args=local_sizes),
     "repeat.default": Rule(repeat_lines),
-    "unfold.default": Rule(unfold_lines),
-    "unfold_backward.default": Rule(inverse_lines(_unfold_pairs), local_args=_backward_sizes),
-    "diagonal.default": Rule(diagonal_lines),
-    "diagonal_copy.default": Rule(diagonal_lines),
-    "diagonal_backward.default": Rule(inverse_lines(_diagonal_pairs), local_args=_backward_sizes),
-    "diag_embed.default": Rule(_embed_pairs),
-    "as_strided.default": Rule(no_lines, local_op=_as_strided_locally),
-    "as_strided_scatter.default": Rule(no_lines),
-    "view_as_real.default": Rule(to_pairs),
-    "view_as_complex.default": Rule(from_pairs),
-    **dict.fromkeys(("_conj.default", "_conj_physical.default"), Rule(same_dims(LINEAR), local_op=_conj_locally)),
-    **dict.fromkeys(("resolve_conj.default", "resolve_neg.default"), Rule(same_dims(LINEAR))),
-    **dict.fromkeys(("split.Tensor", "split_with_sizes.default"), Rule(split_lines)),
-    "unbind.int": Rule(unbind_lines),
-    "flip.default": Rule(flip_lines),
-    "roll.default": Rule(roll_lines),
-}  # fmt: skip
+}
