@@ -50,9 +50,6 @@ class Dispatcher:
         result = handler(func, args, kwargs)
         if type(result) is DTensor and result._origin is not None and args and result is args[0]:
             write_to_origin(result, move)
-        log = watched.get()
-        if log is not None and (not log or log[-1][1] is not result):
-            log.append((None, result))  # it did more than hand on what one op gave
         return result
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,9 +93,6 @@ class Dispatcher:
             result = wrap_all(result, plan.outputs, held.mesh)
         if plan.is_view and (plan.is_copy or args[0]._origin is not None):
             remember_origin(result, func, args, kwargs)
-        log = watched.get()
-        if log is not None:
-            log.append((plan, result))
         return result
 
     def _without_rule(
@@ -136,9 +130,6 @@ class Dispatcher:
 
 
 _decomposing: ContextVar[bool] = ContextVar("longmesh_decomposing", default=False)
-
-# The ops that ran since somebody began to watch: each with its plan, or None if it went another way.
-watched: ContextVar[list[tuple[OpPlan | None, Any]] | None] = ContextVar("longmesh_watched_ops", default=None)
 
 PLAIN = object()
 SYMBOLIC = object()

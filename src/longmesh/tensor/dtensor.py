@@ -40,8 +40,6 @@ from longmesh.tensor.view_route import check_view
 ShardOrderLike = Iterable[tuple[int, Sequence[int]]]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_NoTorchFunction = torch._C.DisableTorchFunctionSubclass
-is_compiling = torch.compiler.is_compiling
 
 
 class DTensor(torch.Tensor):
@@ -56,14 +54,8 @@ class DTensor(torch.Tensor):
     # Where a view that had to be copied comes from; no slot either.
     _origin: ViewOrigin | None = None
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with _NoTorchFunction():
-            if is_compiling():
-                return func(*args, **(kwargs or {}))
-            return directing.direct(func, args, kwargs or {})
+    # Ops run in __torch_dispatch__ below autograd; no Python runs above it.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def __new__(
@@ -322,5 +314,4 @@ torch.serialization.add_safe_globals(
 
 # The class and what works on it need each other: they come when the class is there.
 import longmesh.tensor.autograd as autograd  # noqa: E402
-import longmesh.tensor.direct as directing  # noqa: E402
 import longmesh.tensor.dispatch as dispatching  # noqa: E402

@@ -37,8 +37,8 @@ class OpPlan:
 
     `inputs`: the layout each tensor argument is brought to. `local_call` on the local parts, its static
     arguments replaced by `rewritten(locals)` where they depend on the rank. `outputs`: of the results.
-    `written`: the argument an in-place op returns. `is_local`: the op itself on the parts as they lie;
-    `is_plain`: with its arguments in a row. `is_view`: of a view op, `is_copy` if its result holds moved data.
+    `written`: the argument an in-place op returns. `is_plain`: called on the parts as they lie, its arguments in
+    a row. `is_view`: of a view op, `is_copy` if its result holds moved data.
     Without a `local_call` the op goes another way: by its `functional` form and a copy, by `decomposition`, or
     replicated.
     """
@@ -49,7 +49,6 @@ class OpPlan:
     local_call: Callable[..., Any] | None = None
     rewritten: Callable[[list[torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     is_plain: bool = False
-    is_local: bool = False
     written: int | None = None
     is_view: bool = False
     is_copy: bool = False
@@ -101,7 +100,6 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], c
         local_call=local_call._op if isinstance(local_call, OpOverload) else local_call,
         rewritten=rewritten,
         is_plain=flat and rewritten is None and stays,
-        is_local=rewritten is None and local_call is func and stays,
         written=0 if functional is not None else None,
         is_view=functional is None and is_view(func),
         is_copy=not stays or _pends_more(choice.inputs, choice.outputs),
