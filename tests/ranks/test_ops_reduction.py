@@ -186,6 +186,23 @@ def ties_and_nans():
     return found
 
 
+def shifted_by_a_maximum():
+    """Terms of a maximum are -inf on a rank with nothing: no arithmetic with them may make a NaN."""
+    x = torch.tensor([1.0, -math.inf, 3.0, -math.inf])
+    return [
+        text
+        for fn in (
+            lambda t: t - t.amax(), lambda t: t.amin() + t, lambda t: t.amax() * 0.0,
+            lambda t: t.amax() + math.inf, lambda t: torch.log_softmax(t, 0),
+        )
+        for text in compare_op(fn, [x], (3,), [[Shard(0)]], grad=False)
+    ]  # fmt: skip
+
+
+def test_infinite_terms_of_a_maximum(pool):
+    assert pool.run(shifted_by_a_maximum, ranks=3)[0] == []
+
+
 def test_ties_nans_and_infinities(pool):
     assert pool.run(ties_and_nans, ranks=4)[0] == []
 

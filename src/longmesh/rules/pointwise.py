@@ -12,6 +12,7 @@ integer would wrap around. Which op is of which kind is listed in `pointwise_tab
 from __future__ import annotations
 
 import cmath
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -109,15 +110,19 @@ def scaled(*groups: Group, by_zero: bool) -> RuleFunction:
 
 def ordered(*groups: Group, sign: Callable[[OpCall], float] = lambda call: 1) -> RuleFunction:
     """Non-decreasing in each group's operands (non-increasing where `sign` is negative, neither where it is
-    zero): a pending minimum or maximum stays one, or becomes the other. For floating operands."""
+    zero): a pending minimum or maximum stays one, or becomes the other. For floating operands, and no other tensor
+    or infinite number: terms are infinite where a rank has nothing, and inf - inf is no number."""
 
     def rule(call: OpCall) -> list[AxisRule]:
         lines = shard_lines(call)
         direction = sign(call)
+        if any(isinstance(a, float) and math.isinf(a) for a in (*call.args, *call.kwargs.values())):
+            return lines
         usable = [
             g
             for g in groups
-            if all(i < len(call.tensors) and call.tensors[i].dtype.is_floating_point for i in g)
+            if len(g) == len(call.tensors) > max(g)
+            and all(call.tensors[i].dtype.is_floating_point for i in g)
         ]
         if direction > 0:
             lines += pending_lines(call, usable, MIN, MIN) + pending_lines(call, usable, MAX, MAX)
