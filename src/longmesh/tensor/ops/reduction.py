@@ -41,7 +41,7 @@ def variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     correction = 1 if given["correction"] is None else given["correction"]
     dtype, keepdim = x.dtype, given["keepdim"]
     wide = settled(x).to(torch.float32) if dtype in _HALVES else settled(x)
-    mean = wide.mean(dims, keepdim=True)
+    mean = settled(wide.mean(dims, keepdim=True))
     distance = wide - mean
     squares = distance.abs().square() if x.is_complex() else distance.square()
     degrees = max(math.prod(x.shape[d] for d in dims) - correction, 0)

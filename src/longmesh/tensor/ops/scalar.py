@@ -32,8 +32,15 @@ def equal(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return bool((left == right).all()) if left.numel() else True
 
 
+def allclose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """torch.allclose: one answer on all ranks."""
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
 HANDLERS: dict[OpOverload, Handler] = {
     aten._local_scalar_dense.default: to_scalar,
+    aten.item.default: to_scalar,
     aten.is_same_size.default: is_same_size,
     aten.equal.default: equal,
+    aten.allclose.default: allclose,
 }

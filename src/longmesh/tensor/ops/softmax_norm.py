@@ -3,7 +3,7 @@
     softmax      maximum of the whole, then the sum of exponentials
     layer norm   mean of the whole, then the mean of squared deviations
 
-Written with ops on DTensors: a reduction over the cut dim is pending, and what uses it reduces it.
+Written with ops on DTensors: a reduction over the cut dim is pending, and small enough to be settled at once.
 Half precision is computed in float32, as torch's kernels do.
 """
 
@@ -36,11 +36,11 @@ def softmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return dispatch.run(func, args, kwargs)
     dtype = torch.float32 if half_to_float else x.dtype
     wide = widened(x)
-    shifted = wide - wide.amax(dims, keepdim=True)
+    shifted = wide - settled(wide.amax(dims, keepdim=True))
     if func is aten._log_softmax.default:
         return (shifted - settled(shifted.exp().sum(dims, keepdim=True)).log()).to(dtype)
     powers = shifted.exp()
-    return (powers / powers.sum(dims, keepdim=True)).to(dtype)
+    return (powers / settled(powers.sum(dims, keepdim=True))).to(dtype)
 
 
 def softmax_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -51,9 +51,9 @@ def softmax_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         return dispatch.run(func, args, kwargs)
     grad, output = widened(grad), widened(output)
     if func is aten._log_softmax_backward_data.default:
-        return (grad - output.exp() * grad.sum(dims, keepdim=True)).to(input_dtype)
+        return (grad - output.exp() * settled(grad.sum(dims, keepdim=True))).to(input_dtype)
     product = grad * output
-    return (product - output * product.sum(dims, keepdim=True)).to(input_dtype)
+    return (product - output * settled(product.sum(dims, keepdim=True))).to(input_dtype)
 
 
 def layer_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,8 +86,8 @@ def layer_norm_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     results: list[Any] = [None, None, None]
     if mask[0]:
         scaled = grad if weight is None else grad * weight
-        along = scaled.mean(dims, keepdim=True)
-        across = (scaled * unit).mean(dims, keepdim=True)
+        along = settled(scaled.mean(dims, keepdim=True))
+        across = settled((scaled * unit).mean(dims, keepdim=True))
         results[0] = ((scaled - along - unit * across) * rstd).to(x.dtype)
     rows = list(range(dims[0]))
     for i, term, parameter in ((1, grad * unit, weight), (2, grad, bias)):
