@@ -14,6 +14,7 @@ from typing import Any
 from longmesh.rules.rule import (
     AxisRule,
     LocalView,
+    Meta,
     OpCall,
     OutMeta,
     P,
@@ -21,6 +22,7 @@ from longmesh.rules.rule import (
     Rule,
     S,
     contiguous,
+    like,
     line,
 )
 from longmesh.spec import Placement
@@ -92,6 +94,24 @@ def group_norm_lines(call: OpCall) -> list[AxisRule]:
     ]
 
 
+def group_norm_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    statistics = contiguous((call["N"], call["group"]))
+    return _like_kernel(call["input"]), statistics, statistics
+
+
+def group_norm_backward_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    parameter = contiguous((call["C"],))
+    metas = [_like_kernel(call["input"]), parameter, parameter]
+    return tuple(m for m, asked in zip(metas, call["output_mask"], strict=True) if asked)
+
+
+def _like_kernel(meta: Meta) -> OutMeta:
+    """Channels last where the input is, else contiguous."""
+    if meta.ndim in (4, 5) and meta.shape[1] > 1 and meta.stride[1] == 1:
+        return like(meta)
+    return contiguous(meta.shape)
+
+
 def group_norm_backward_lines(call: OpCall) -> list[AxisRule]:
     """native_group_norm_backward(grad_out, input, mean, rstd, weight?, N, C, HxW, group, output_mask)."""
     weight = [R] * (len(call.tensors) - 4)
@@ -130,6 +150,8 @@ RULES: dict[str, Rule] = {
     "native_layer_norm_backward.default": LAYER_NORM_BACKWARD,
     "_fused_rms_norm.default": LAYER_NORM,
     "_fused_rms_norm_backward.default": LAYER_NORM_BACKWARD,
-    "native_group_norm.default": Rule(group_norm_lines, local_args=group_norm_args),
-    "native_group_norm_backward.default": Rule(group_norm_backward_lines, local_args=group_norm_args),
+    "native_group_norm.default": Rule(group_norm_lines, group_norm_meta, group_norm_args),
+    "native_group_norm_backward.default": Rule(
+        group_norm_backward_lines, group_norm_backward_meta, group_norm_args
+    ),
 }
