@@ -11,3 +11,7 @@ class LongmeshError(ValueError):
 
 class NotDistributedError(RuntimeError):
     """A collective was asked for where no process group, or no rank of this mesh, exists."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective that did not end, or that the ranks did not enter alike."""

@@ -2,6 +2,16 @@
 
 from longmesh.comm.execute import run_plan
 from longmesh.comm.groups import AxisGroup, MeshComm, comm_of
-from longmesh.comm.record import CommEvent, CommLog, record_comm
+from longmesh.comm.record import CommEvent, CommLog, CommObserver, observe_comm, record_comm
 
-__all__ = ["AxisGroup", "CommEvent", "CommLog", "MeshComm", "comm_of", "record_comm", "run_plan"]
+__all__ = [
+    "AxisGroup",
+    "CommEvent",
+    "CommLog",
+    "CommObserver",
+    "MeshComm",
+    "comm_of",
+    "observe_comm",
+    "record_comm",
+    "run_plan",
+]

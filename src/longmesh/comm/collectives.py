@@ -11,13 +11,15 @@ float8, a complex product) are made of two all_to_alls and a local reduction: th
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
 from longmesh.comm.groups import AxisGroup
-from longmesh.comm.record import is_recording, record
+from longmesh.comm.lost import lost
+from longmesh.comm.record import CommEvent, call_site, is_recording, tell_collective, tell_done
 from longmesh.errors import LongmeshError
 
 _ops = torch.ops._c10d_functional
@@ -34,7 +36,8 @@ def all_to_all(
     buffer: torch.Tensor, *, recv_counts: Sequence[int], send_counts: Sequence[int], group: AxisGroup
 ) -> torch.Tensor:
     """Send `send_counts[i]` elements to member i and receive `recv_counts[i]` from it, in member order."""
-    note("all_to_all", buffer, sum(send_counts) - send_counts[group.rank], group)
+    sent = sum(send_counts) - send_counts[group.rank]
+    event = note("all_to_all", buffer, sent, group, send_counts, recv_counts)
     if buffer.dtype not in _GLOO_DTYPES:
         width = buffer.element_size()
         out = _ops.all_to_all_single(
@@ -43,19 +46,19 @@ def all_to_all(
             [n * width for n in send_counts],
             group.name,
         )
-        return _ops.wait_tensor(out).view(buffer.dtype)
+        return _wait(out, "all_to_all", group, event).view(buffer.dtype)
     out = _ops.all_to_all_single(buffer, list(recv_counts), list(send_counts), group.name)
-    return _ops.wait_tensor(out)
+    return _wait(out, "all_to_all", group, event)
 
 
 def all_gather(buffer: torch.Tensor, *, group: AxisGroup, wait: bool = True) -> torch.Tensor:
     """The members' buffers, all of one size, one after the other."""
-    note("all_gather", buffer, buffer.numel() * (group.size - 1), group)
+    event = note("all_gather", buffer, buffer.numel() * (group.size - 1), group)
     if buffer.dtype not in _GLOO_DTYPES:
         out = _ops.all_gather_into_tensor(buffer.view(torch.uint8), group.size, group.name)
-        return _ops.wait_tensor(out).view(buffer.dtype)
+        return _wait(out, "all_gather", group, event).view(buffer.dtype)
     out = _ops.all_gather_into_tensor(buffer, group.size, group.name)
-    return _ops.wait_tensor(out) if wait else out
+    return _wait(out, "all_gather", group, event) if wait else out
 
 
 def all_reduce(tensor: torch.Tensor, *, reduce_op: str, group: AxisGroup, wait: bool = True) -> torch.Tensor:
@@ -65,15 +68,16 @@ def all_reduce(tensor: torch.Tensor, *, reduce_op: str, group: AxisGroup, wait: 
         return _from_ordered_keys(all_reduce(keys, reduce_op=reduce_op, group=group), tensor.dtype)
     if not can_reduce(tensor.dtype, reduce_op):
         return _all_reduce_by_pieces(tensor, reduce_op, group)
-    note("all_reduce", tensor, 2 * math.ceil(tensor.numel() / group.size) * (group.size - 1), group)
+    event = note("all_reduce", tensor, 2 * math.ceil(tensor.numel() / group.size) * (group.size - 1), group)
     out = _ops.all_reduce(tensor.contiguous(), reduce_op, group.name)
-    return _ops.wait_tensor(out) if wait else out
+    return _wait(out, "all_reduce", group, event) if wait else out
 
 
 def reduce_scatter(buffer: torch.Tensor, *, reduce_op: str, group: AxisGroup) -> torch.Tensor:
     """Cut `buffer` in equal parts, one per member; return our part reduced. For backends that do it well."""
-    note("reduce_scatter", buffer, buffer.numel() // group.size * (group.size - 1), group)
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(buffer, reduce_op, group.size, group.name))
+    event = note("reduce_scatter", buffer, buffer.numel() // group.size * (group.size - 1), group)
+    out = _ops.reduce_scatter_tensor(buffer, reduce_op, group.size, group.name)
+    return _wait(out, "reduce_scatter", group, event)
 
 
 def can_reduce(dtype: torch.dtype, reduce_op: str) -> bool:
@@ -135,14 +139,39 @@ def range_split(total: int, parts: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(bounds)]
 
 
-def note(kind: str, tensor: torch.Tensor, sent_elements: int, group: AxisGroup) -> None:
-    """Tell the active recorders of one collective."""
-    if is_recording():
-        record(
-            kind,
-            group.axes,
-            group.size,
-            sent_elements * tensor.element_size(),
-            tuple(tensor.shape),
-            str(tensor.dtype).removeprefix("torch."),
-        )
+def note(
+    kind: str,
+    tensor: torch.Tensor,
+    sent_elements: int,
+    group: AxisGroup,
+    send_counts: Sequence[int] = (),
+    recv_counts: Sequence[int] = (),
+) -> CommEvent | None:
+    """Tell the active observers of a collective that is about to start; None if there are none."""
+    if not is_recording():
+        return None
+    event = CommEvent(
+        kind,
+        group.axes,
+        group.size,
+        sent_elements * tensor.element_size(),
+        tuple(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+        call_site(),
+        tuple(send_counts),
+        tuple(recv_counts),
+    )
+    tell_collective(event, group)
+    return event
+
+
+def _wait(out: torch.Tensor, kind: str, group: AxisGroup, event: CommEvent | None) -> torch.Tensor:
+    """Wait for a collective and tell the observers; a failure says what every rank was doing."""
+    start = 0.0 if event is None else time.perf_counter()
+    try:
+        result = _ops.wait_tensor(out)
+    except RuntimeError as error:
+        raise lost(error, kind, out, group) from error
+    if event is not None:
+        tell_done(event, (time.perf_counter() - start) * 1e6)
+    return result

@@ -15,6 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from longmesh.comm import collectives
 from longmesh.comm.groups import AxisGroup, MeshComm
 from longmesh.comm.local import make_terms
+from longmesh.comm.record import is_recording, tell_redistribute
 from longmesh.comm.transfer import Transfer, make_transfer
 from longmesh.plan import RedistributePlan, Step
 from longmesh.spec import Partial
@@ -27,6 +28,8 @@ def run_plan(
 ) -> torch.Tensor:
     """This rank's tensor after the plan. With `async_op` the last collective may still be under way:
     the result waits for it when first used."""
+    if is_recording():
+        tell_redistribute(plan)
     last = len(plan.steps) - 1
     for number, step in enumerate(plan.steps):
         local = run_step(step, plan.shape, local, comm, async_op=async_op and number == last)

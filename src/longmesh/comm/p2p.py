@@ -10,6 +10,7 @@ transfer has ended, which the backends do not. Element types that gloo does not 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from longmesh.comm.collectives import note
 from longmesh.comm.groups import AxisGroup
+from longmesh.comm.lost import reporting
+from longmesh.comm.record import CommEvent, tell_done
 
 
 @dataclass(slots=True)
@@ -26,13 +29,20 @@ class Pending:
     """A transfer under way. `wait` returns what arrived; every transfer must be waited for once."""
 
     received: Tensor
+    kind: str
+    group: AxisGroup
     works: list[dist.Work] = field(default_factory=list)
     sent: Tensor | None = None
+    event: CommEvent | None = None
 
     def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        self.works, self.sent = [], None
+        start = time.perf_counter()
+        with reporting(self.kind, self.received, self.group):
+            for work in self.works:
+                work.wait()
+        if self.event is not None:
+            tell_done(self.event, (time.perf_counter() - start) * 1e6)
+        self.works, self.sent, self.event = [], None, None
         return self.received
 
 
@@ -45,13 +55,14 @@ def start_all_to_all(
     `rows` must not change before `wait`.
     """
     rows = rows.contiguous()
-    note("all_to_all", rows, (sum(send_counts) - send_counts[group.rank]) * _width(rows), group)
+    sent = (sum(send_counts) - send_counts[group.rank]) * _width(rows)
+    event = note("all_to_all", rows, sent, group, send_counts, recv_counts)
     received = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
     if group.size == 1:
         received.copy_(rows)
-        return Pending(received)
+        return Pending(received, "all_to_all", group, event=event)
     if _width(rows) == 0:  # known to every rank: widths agree
-        return Pending(received)
+        return Pending(received, "all_to_all", group, event=event)
     work = dist.all_to_all_single(
         _wire(received),
         _wire(rows),
@@ -61,7 +72,7 @@ def start_all_to_all(
         async_op=True,
     )
     assert work is not None
-    return Pending(received, [work], rows)
+    return Pending(received, "all_to_all", group, [work], rows, event)
 
 
 def start_flat_all_to_all(
@@ -81,7 +92,7 @@ def start_send_receive(
     Called by the ranks that send or receive; a rank with nothing to do may skip it.
     """
     rows = rows.contiguous()
-    note("send_receive", rows, (sum(send_counts) - send_counts[group.rank]) * _width(rows), group)
+    event = note("send_receive", rows, (sum(send_counts) - send_counts[group.rank]) * _width(rows), group)
     received = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
     operations: list[dist.P2POp] = []
     for call, buffer, counts in ((dist.isend, rows, send_counts), (dist.irecv, received, recv_counts)):
@@ -89,7 +100,7 @@ def start_send_receive(
             if part.numel():
                 operations.append(dist.P2POp(call, part, peer, group=group.process_group))
     works = dist.batch_isend_irecv(operations) if operations else []
-    return Pending(received, list(works), rows)
+    return Pending(received, "send_receive", group, list(works), rows, event)
 
 
 def _width(rows: Tensor) -> int:

@@ -1,11 +1,12 @@
-"""A recorder of collectives: what ran, over which ranks, how many bytes, from which line.
+"""Watching collectives: what runs, over which ranks, how many bytes, from which line.
 
     with record_comm() as log:
         y = x.redistribute(placements=[Replicate()])
     log.total_bytes, log.events[0].kind, log.events[0].call_site
 
 Bytes are counted from the buffers that are handed to torch.distributed, not from the plan, so the
-two can be compared. Recorders nest: each sees what runs inside its own `with`, in its own thread.
+two can be compared. Observers nest: each sees what runs inside its own `with`, in its own thread, and may
+refuse what is about to run by raising, which it must do on every rank alike.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from longmesh.comm.groups import AxisGroup
+from longmesh.plan import RedistributePlan
+
 
 @dataclass(frozen=True, slots=True)
 class CommEvent:
-    """One collective as this rank saw it. `sent_bytes` leave this rank."""
+    """One collective as this rank saw it. `sent_bytes` leave this rank.
+
+    Of an all_to_all `send_counts` and `recv_counts` say what goes to and comes from each member.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -29,13 +36,31 @@ class CommEvent:
     shape: tuple[int, ...]
     dtype: str
     call_site: str
+    send_counts: tuple[int, ...] = ()
+    recv_counts: tuple[int, ...] = ()
+
+
+class CommObserver:
+    """Told of this thread's communication. What a subclass does not override, it ignores."""
+
+    def on_redistribute(self, plan: RedistributePlan) -> None:
+        """`plan` is about to run."""
+
+    def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
+        """A collective is about to start."""
+
+    def on_done(self, event: CommEvent, waited_us: float) -> None:
+        """A collective has ended; this rank stood still for `waited_us`. Not told of one that nobody waits for here."""
 
 
 @dataclass(slots=True)
-class CommLog:
+class CommLog(CommObserver):
     """The events of one recording, in the order they ran."""
 
     events: list[CommEvent] = field(default_factory=list)
+
+    def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
+        self.events.append(event)
 
     @property
     def total_bytes(self) -> int:
@@ -48,36 +73,52 @@ class CommLog:
         return dict(Counter(event.kind for event in self.events))
 
 
-_active: ContextVar[tuple[CommLog, ...]] = ContextVar("longmesh_comm_logs", default=())
+_active: ContextVar[tuple[CommObserver, ...]] = ContextVar("longmesh_comm_observers", default=())
+
+
+@contextlib.contextmanager
+def observe_comm(observer: CommObserver) -> Iterator[None]:
+    """Tell `observer` of all communication of this thread inside the `with`."""
+    token = _active.set((*_active.get(), observer))
+    try:
+        yield
+    finally:
+        _active.reset(token)
 
 
 @contextlib.contextmanager
 def record_comm() -> Iterator[CommLog]:
     """Record every collective of this thread inside the `with`. Local: sends nothing itself."""
     log = CommLog()
-    token = _active.set((*_active.get(), log))
-    try:
+    with observe_comm(log):
         yield log
-    finally:
-        _active.reset(token)
 
 
 def is_recording() -> bool:
     return bool(_active.get())
 
 
-def record(
-    kind: str, axes: tuple[str, ...], group_size: int, sent_bytes: int, shape: tuple[int, ...], dtype: str
-) -> None:
-    """Note one collective in every active log."""
-    event = CommEvent(kind, axes, group_size, sent_bytes, shape, dtype, _call_site())
-    for log in _active.get():
-        log.events.append(event)
+def tell_redistribute(plan: RedistributePlan) -> None:
+    """Tell every observer of a plan that is about to run."""
+    for observer in _active.get():
+        observer.on_redistribute(plan)
 
 
-def _call_site() -> str:
+def tell_collective(event: CommEvent, group: AxisGroup) -> None:
+    """Tell every observer of a collective that is about to start."""
+    for observer in _active.get():
+        observer.on_collective(event, group)
+
+
+def tell_done(event: CommEvent, waited_us: float) -> None:
+    """Tell every observer of the end of a collective."""
+    for observer in _active.get():
+        observer.on_done(event, waited_us)
+
+
+def call_site() -> str:
     """The nearest frame that is neither ours nor torch's."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if not module.startswith(("longmesh.", "torch.", "contextlib")):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from longmesh.comm.collectives import note
 from longmesh.comm.groups import MeshComm
+from longmesh.comm.lost import reporting
 from longmesh.spec import Coordinate, Layout, Shard
 
 
@@ -73,12 +74,14 @@ def _scatter_axis(
                 piece = local.narrow(dim, *interval(coordinate)).contiguous()
                 note("send", piece, piece.numel(), group)
                 if piece.numel():
-                    dist.send(piece, dst=rank, group=group.process_group)
+                    with reporting("send", piece, group):
+                        dist.send(piece, dst=rank, group=group.process_group)
         return local.narrow(dim, *mine).clone(memory_format=torch.contiguous_format)
     piece = local.new_empty(after.local_shape(shape, comm.coordinate))
     if piece.numel():
         origin = comm.global_rank((*comm.coordinate[:axis], source, *comm.coordinate[axis + 1 :]))
-        dist.recv(piece, src=origin, group=group.process_group)
+        with reporting("recv", piece, group):
+            dist.recv(piece, src=origin, group=group.process_group)
     return piece
 
 
@@ -91,5 +94,6 @@ def _broadcast_axis(
     note("broadcast", local, local.numel() * (group.size - 1) if is_source else 0, group)
     if local.numel():
         origin = comm.global_rank((*comm.coordinate[:axis], source, *comm.coordinate[axis + 1 :]))
-        dist.broadcast(local, src=origin, group=group.process_group)
+        with reporting("broadcast", local, group):
+            dist.broadcast(local, src=origin, group=group.process_group)
     return local
