@@ -33,14 +33,21 @@ def check_range(index: torch.Tensor, size: int, dim: int, *, negative: bool = Fa
     if index.is_meta or index.numel() == 0:
         return
     bad = (index >= size) | (index < (-size if negative else 0))
-    if index.device.type == "cpu":
-        if bool(bad.any()):
-            value = int(index[bad].flatten()[0])
-            raise IndexError(f"index {value} is out of bounds for dimension {dim} with size {size}")
-    else:
-        torch.ops.aten._assert_async.msg(
-            ~bad.any(), f"an index is out of bounds for dimension {dim} with size {size}"
-        )
+    if can_read(bad) and bool(bad.any()):
+        value = int(index[bad].flatten()[0])
+        raise IndexError(f"index {value} is out of bounds for dimension {dim} with size {size}")
+    refuse_unread(bad.any(), f"an index is out of bounds for dimension {dim} with size {size}")
+
+
+def can_read(tensor: torch.Tensor) -> bool:
+    """Whether a value may be looked at now: not on an accelerator, which would wait, nor while being traced."""
+    return tensor.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()  # pyright: ignore[reportPrivateUsage]
+
+
+def refuse_unread(bad: torch.Tensor, text: str) -> None:
+    """Raise `text` when `bad` turns out to be true, if it can't be read now."""
+    if not can_read(bad):
+        torch.ops.aten._assert_async.msg(~bad, text)
 
 
 def with_mask(result: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from longmesh.rules.lookup import can_read
 from longmesh.rules.rule import AxisRule, LocalView, Meta, OpCall, OutMeta, P, R, Rule, S, contiguous, line
 from longmesh.spec import Placement
 
@@ -95,7 +96,7 @@ def own_classes(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
         args = list(given)
         target: torch.Tensor = args[target_place]
         ignored: int = args[ignore_place]
-        if target.device.type == "cpu":
+        if can_read(target):
             _check_classes(target, whole, ignored)
         is_own = (target >= start) & (target < start + mine) & (target != ignored)
         args[target_place] = torch.where(is_own, target - start, IGNORED)

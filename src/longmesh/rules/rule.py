@@ -117,6 +117,9 @@ class AxisRule:
     even: tuple[tuple[int, int] | tuple[int, int, int], ...] = ()
     note: str = ""
 
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+
 
 RuleFunction = Callable[[OpCall], list[AxisRule]]
 LocalArgs = Callable[["OpCall", "LocalView"], tuple[tuple[Any, ...], dict[str, Any]]]

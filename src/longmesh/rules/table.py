@@ -7,6 +7,7 @@ its functional form; the dispatcher does the writing.
 from __future__ import annotations
 
 from longmesh.rules import (
+    attention,
     conv,
     embedding,
     factory,
@@ -43,6 +44,7 @@ TABLE: dict[str, Rule] = {
     **embedding.RULES,
     **conv.RULES,
     **linalg.RULES,
+    **attention.RULES,
 }
 
 

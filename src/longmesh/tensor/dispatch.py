@@ -10,6 +10,7 @@ names it, once.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -21,76 +22,168 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._mode_utils import no_dispatch
 
 from longmesh.errors import LongmeshError
+from longmesh.rules.lookup import can_read
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import move, settle_lookup
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.held import Held, hold
-from longmesh.tensor.op_plan import OpPlan, Output, make_plan
+from longmesh.tensor.held import hold
+from longmesh.tensor.op_plan import OpPlan, Output, is_pointwise, make_plan
 from longmesh.tensor.tree import all_tensors, map_tensors
 from longmesh.tensor.view_origin import remember_origin, write_to_origin
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_NUMBERS = frozenset((int, float, bool, complex))
 
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
+# What a handler returns where the op runs by its rule after all. It says so of every call alike (tensors held
+# alike, other arguments equal): it is not asked again for those. Or it returns the OpPlan that holds for them.
+USUAL = object()
+# More plans of one op than this are no working set: layouts and sizes that never come back.
+_MAX_PLANS = 1 << 14
+
+
+class OpTable:
+    """What is known of one op: its handler, and the plans of calls seen.
+
+    `usual`: of calls that came in from outside, looked up before anything else. `plans`: of what handlers run by rule.
+    `reads_floats`: whether a plan depends on the values of floats; a pointwise op's does only where a
+    reduction is pending, and those plans are not among the usual ones.
+    """
+
+    __slots__ = ("func", "handler", "plans", "reads_floats", "usual")
+
+    def __init__(self, func: OpOverload, handler: Handler | None) -> None:
+        self.func = func
+        self.handler = handler
+        self.usual: dict[tuple[Any, ...], OpPlan] = {}
+        self.plans: dict[tuple[Any, ...], OpPlan] = {}
+        self.reads_floats = not is_pointwise(func)
+
 
 class Dispatcher:
-    """The op plans made so far, the ops with a handler of their own, and the ops warned of."""
+    """The ops seen so far with their plans, the ops with a handler of their own, and the ops warned of."""
 
     def __init__(self) -> None:
-        self.plans: dict[tuple[Any, ...], OpPlan] = {}
+        self.tables: dict[int, OpTable] = {}
         self.handlers: dict[OpOverload, Handler] = {}
         self.warned: set[str] = set()
 
-    def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handler = self.handlers.get(func)
-        if handler is None:
-            return self.run(func, args, kwargs)
-        result = handler(func, args, kwargs)
+    def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        table = self.tables.get(id(func)) or self._table(func)
+        # Written out, since every op comes through here: see `describe` and `wrap`.
+        parts: list[Any] = []
+        local_args: list[Any] = []
+        for value in args:
+            if type(value) is DTensor:
+                parts.append(value._held)
+                local_args.append(value._local_tensor)
+            else:
+                local_args.append(describe(value, parts, table.reads_floats))
+        local_kwargs = describe_named(kwargs, parts, table.reads_floats) if kwargs else {}
+        try:
+            plan = table.usual.get(tuple(parts))
+        except TypeError:  # symbolic sizes don't hash
+            plan = None
+        if plan is None:
+            return self._first_time(table, args, kwargs or {})
+        if not plan.is_plain:
+            return self._execute(plan, func, args, kwargs or {})
+        local = plan.local_call(*local_args, **local_kwargs)  # pyright: ignore[reportOptionalCall]
+        output = plan.single
+        if output is None or plan.written is not None or output.held is None:
+            return self._finish(plan, local, func, args, kwargs or {})
+        held = output.held
+        if held.dtype is not local.dtype:
+            held = hold(held.mesh, held.layout, held.shape, held.stride, local.dtype)
+        result = _make_wrapper(
+            DTensor, held.shape, held.stride, 0, None, held.dtype, torch.strided, local.device, False, False
+        )  # fmt: skip
+        result._local_tensor = local
+        result._held = held
+        if plan.is_view and (plan.is_copy or args[0]._origin is not None):
+            remember_origin(result, func, args, kwargs or {})
+        return result
+
+    def _table(self, func: OpOverload) -> OpTable:
+        table = self.tables[id(func)] = OpTable(func, self.handlers.get(func))
+        return table
+
+    def forget(self, func: OpOverload) -> None:
+        """Drop what is known of an op whose rule or handler has changed."""
+        self.tables.pop(id(func), None)
+
+    def _first_time(self, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call whose like was not seen, or that a handler carries out each time."""
+        func, result = table.func, USUAL
+        if table.handler is not None:
+            result = table.handler(func, args, kwargs)
+        if result is USUAL:
+            return self._run(table, args, kwargs, is_usual=True)
+        if type(result) is OpPlan:
+            self._keep(result, table, args, kwargs, is_usual=True)
+            return self._execute(result, func, args, kwargs)
         if type(result) is DTensor and result._origin is not None and args and result is args[0]:
             write_to_origin(result, move)
         return result
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run by rule, decomposition or replication, without looking for a handler."""
-        parts: list[Any] = [func]
-        held = describe(args, parts, None)
-        if kwargs:
-            for name, value in kwargs.items():
-                parts.append(name)
-                held = describe((value,), parts, held)
-        if held is None or PLAIN in parts:
+        return self._run(self.tables.get(id(func)) or self._table(func), args, kwargs, is_usual=False)
+
+    def _run(self, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_usual: bool) -> Any:
+        func = table.func
+        try:
+            plan = table.plans.get(exact_key(args, kwargs))
+        except TypeError:
+            plan = None
+        if plan is None:
             if writes_plain(func, args, kwargs):
                 args, kwargs = map_tensors(value_of, (args, kwargs))
                 return func(*args, **kwargs)
+            if not share_mesh(all_tensors((args, kwargs))):
+                args, kwargs = replicate_plain(func, args, kwargs)
+                return self._run(table, args, kwargs, is_usual=False)
+            whole_args, whole_kwargs = replicate_plain(func, args, kwargs)
+            plan = make_plan(func, whole_args, whole_kwargs, first_mesh(args, kwargs))
+            self._keep(plan, table, args, kwargs, is_usual=is_usual)
+        return self._execute(plan, func, args, kwargs)
+
+    def _keep(
+        self, plan: OpPlan, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_usual: bool
+    ) -> None:
+        """Remember a plan for calls alike, where there can be any."""
+        helds = [t._held for t in all_tensors((args, kwargs)) if type(t) is DTensor]
+        if any(held.is_symbolic for held in helds):
+            return
+        if not table.reads_floats and (plan.rewritten or any(held.layout.partial_axes for held in helds)):
+            is_usual = False
+        plans = table.usual if is_usual else table.plans
+        if len(plans) >= _MAX_PLANS:
+            plans.clear()
+        plans[exact_key(args, kwargs, table.reads_floats or not is_usual)] = plan
+
+    def _execute(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if plan.is_plain:
+            assert plan.local_call is not None
+            local_args = [describe(value, []) for value in args]
+            local = plan.local_call(*local_args, **describe_named(kwargs, []))
+            return self._finish(plan, local, func, args, kwargs)
+        if any(type(t) is not DTensor for t in all_tensors((args, kwargs))):
             args, kwargs = replicate_plain(func, args, kwargs)
-            return self.run(func, args, kwargs)
-        key = tuple(parts)
-        try:
-            plan = self.plans.get(key)
-        except TypeError:  # symbolic sizes don't hash
-            plan = make_plan(func, args, kwargs, held.comm)
-        else:
-            if plan is None:
-                plan = make_plan(func, args, kwargs, held.comm)
-                if SYMBOLIC not in parts:
-                    self.plans[key] = plan
         if plan.local_call is None:
             return self._without_rule(plan, func, args, kwargs)
-        if plan.is_plain:
-            result = plan.local_call(*[a._local_tensor if type(a) is DTensor else a for a in args])
-        else:
-            result = _call_locally(plan, args, kwargs)
-        output = plan.single
+        return self._finish(plan, _call_locally(plan, args, kwargs), func, args, kwargs)
+
+    def _finish(
+        self, plan: OpPlan, local: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What an op returns, from what its local call did."""
         if plan.written is not None:
             result = args[plan.written]
             if result._origin is not None:
                 write_to_origin(result, move)
-        elif output is not None:
-            result = wrap(result, output, held.mesh)
-        else:
-            result = wrap_all(result, plan.outputs, held.mesh)
+            return result
+        result = wrap_all(local, plan.outputs) if plan.single is None else wrap(local, plan.single)
         if plan.is_view and (plan.is_copy or args[0]._origin is not None):
             remember_origin(result, func, args, kwargs)
         return result
@@ -131,41 +224,65 @@ class Dispatcher:
 
 _decomposing: ContextVar[bool] = ContextVar("longmesh_decomposing", default=False)
 
+# Stands in a key for a plain tensor that is no scalar; no plan is kept for it.
 PLAIN = object()
-SYMBOLIC = object()
 
 
-def describe(values: tuple[Any, ...] | list[Any], parts: list[Any], held: Held | None) -> Held | None:
-    """Append to `parts` what a plan depends on: how tensors are held, values of the rest. Returns the first
-    tensor's `Held`."""
-    for value in values:
-        kind = type(value)
-        if kind is DTensor:
-            own = value._held
-            parts.append(own)
-            if own.is_symbolic:
-                parts.append(SYMBOLIC)
-            if held is None:
-                held = own
-            elif own.comm is not held.comm and own.mesh != held.mesh:
-                parts.append(PLAIN)
-        elif kind in _NUMBERS:
-            parts.append(kind)
+def describe(value: Any, parts: list[Any], reads_floats: bool = True) -> Any:
+    """Append to `parts` what a plan depends on: how a tensor is held, the value of anything else. Returns the value
+    with each DTensor's local part in its place."""
+    kind = type(value)
+    if kind is DTensor:
+        parts.append(value._held)
+        return value._local_tensor
+    if kind is list or kind is tuple:
+        parts.append(list)
+        parts.append(len(value))
+        return [describe(v, parts, reads_floats) for v in value]
+    if kind is float:
+        parts.append(float)
+        if reads_floats:
             parts.append(value)
-        elif kind is list or kind is tuple:
-            parts.append(len(value))
-            held = describe(value, parts, held)
-        elif kind is slice:
-            parts.append(slice)
-            held = describe((value.start, value.stop, value.step), parts, held)
-        elif isinstance(value, torch.Tensor):
-            parts.append(PLAIN)
-        else:
-            parts.append(value)
-    return held
+    elif kind is bool or kind is complex:
+        parts.append(kind)
+        parts.append(value)
+    elif kind is slice:
+        parts.append(slice)
+        describe([value.start, value.stop, value.step], parts)
+    elif isinstance(value, torch.Tensor):
+        # A number that torch has wrapped, as in x * 2.0: the plan is the same for any.
+        parts.append(value.dtype if value.ndim == 0 else PLAIN)
+    else:
+        parts.append(value)
+    return value
+
+
+def describe_named(kwargs: dict[str, Any], parts: list[Any], reads_floats: bool = True) -> dict[str, Any]:
+    parts.append(tuple(kwargs))
+    return {name: describe(value, parts, reads_floats) for name, value in kwargs.items()}
+
+
+def exact_key(args: tuple[Any, ...], kwargs: dict[str, Any], reads_floats: bool = True) -> tuple[Any, ...]:
+    parts: list[Any] = []
+    for value in args:
+        describe(value, parts, reads_floats)
+    if kwargs:
+        describe_named(kwargs, parts, reads_floats)
+    return tuple(parts)
+
+
+def share_mesh(tensors: list[torch.Tensor]) -> bool:
+    """Whether all are DTensors of one mesh, or plain scalars beside them."""
+    meshes = [t._mesh for t in tensors if type(t) is DTensor]
+    return (
+        len(meshes) > 0
+        and all(type(t) is DTensor or t.ndim == 0 for t in tensors)
+        and all(mesh is meshes[0] or mesh == meshes[0] for mesh in meshes)
+    )
 
 
 def _call_locally(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Bring the parts where the plan wants them, and call."""
     tensors: list[torch.Tensor] = []
     moves = iter(plan.inputs)
 
@@ -183,24 +300,26 @@ def _call_locally(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return plan.local_call(*local_args, **local_kwargs)
 
 
-def wrap(local: torch.Tensor, output: Output, mesh: DeviceMesh) -> DTensor:
-    """A DTensor around a local result. Positional and inlined: this is every op's last step."""
+def wrap(local: torch.Tensor, output: Output) -> DTensor:
+    """A DTensor around a local result. Positional arguments: this is every op's last step."""
     dtype = local.dtype
     held = output.held
-    if held is None or held.dtype is not dtype or held.mesh is not mesh:
-        held = output.held = hold(mesh, output.layout, output.shape, output.stride, dtype)
+    if held is None or held.dtype is not dtype:
+        held = output.held = hold(output.mesh, output.layout, output.shape, output.stride, dtype)
     result = _make_wrapper(
-        DTensor, output.shape, output.stride, 0, None, dtype, torch.strided, local.device, False, False
+        DTensor, held.shape, held.stride, 0, None, dtype, torch.strided, local.device, False, False
     )  # fmt: skip
     result._local_tensor = local
     result._held = held
     return result
 
 
-def wrap_all(result: Any, outputs: tuple[Output, ...], mesh: DeviceMesh) -> Any:
+def wrap_all(result: Any, outputs: tuple[Output, ...]) -> Any:
     """Wrap the tensors of a result, in order; everything else is passed on."""
+    if type(result) is tuple and len(result) == len(outputs):
+        return tuple(map(wrap, result, outputs))
     following = iter(outputs)
-    return map_tensors(lambda tensor: wrap(tensor, next(following), mesh), result)
+    return map_tensors(lambda tensor: wrap(tensor, next(following)), result)
 
 
 def write_back(
@@ -281,7 +400,7 @@ def replicate_plain(
                     "(full_tensor(), then distribute_tensor())"
                 )
             tensor = value_of(tensor)
-        if not _is_equal_everywhere(tensor):
+        if not _is_equal_everywhere(tensor) and not _is_added_mask(func, tensor):
             shapes = ", ".join(_show(t) for t in all_tensors((args, kwargs)))
             raise LongmeshError(
                 f"{func} mixes a DTensor with a plain tensor: {shapes}. Wrap the plain one with "
@@ -307,6 +426,12 @@ def _is_equal_everywhere(tensor: torch.Tensor) -> bool:
         return True
     in_backward = torch._C._current_graph_task_id() != -1
     return in_backward and (not tensor.numel() or bool((tensor == tensor.flatten()[0]).all()))
+
+
+def _is_added_mask(func: OpOverload, tensor: torch.Tensor) -> bool:
+    """A mask in the form in which scores take it, 0 and -inf: attention makes that of a bool or causal mask."""
+    is_scored = func is torch.ops.aten.add.Tensor or func._schema.name.startswith("aten::_scaled_dot_product")
+    return is_scored and can_read(tensor) and bool(((tensor == 0) | (tensor == -math.inf)).all())
 
 
 def _show(tensor: torch.Tensor) -> str:

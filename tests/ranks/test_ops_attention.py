@@ -1,0 +1,97 @@
+"""F.scaled_dot_product_attention on DTensors: any layout, masks and gradients; batch rows and heads need no message."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from longmesh import Replicate, Shard, distribute_tensor
+from longmesh.comm import record_comm
+from longmesh.errors import LongmeshError
+from longmesh.testing import cpu_mesh
+from support.op_check import compare_op
+
+attend = F.scaled_dot_product_attention
+
+
+def operands(batch, heads, rows, keys, size=4, kv_heads=None):
+    torch.manual_seed(0)
+    kv = (batch, kv_heads or heads, keys, size)
+    return [torch.randn(batch, heads, rows, size), torch.randn(kv), torch.randn(kv)]
+
+
+def compare(mesh_shape):
+    whole = torch.randn(5, 7) > -0.5
+    whole[:, 0] = True
+    added = torch.randn(2, 1, 5, 7)
+    cases = [
+        (operands(2, 3, 5, 7), {}),
+        (operands(2, 3, 7, 7), {"is_causal": True}),
+        (operands(2, 3, 5, 7), {"is_causal": True, "scale": 0.3}),
+        (operands(2, 3, 7, 2), {"is_causal": True}),
+        (operands(2, 3, 5, 7), {"attn_mask": whole}),
+        (operands(2, 4, 5, 7, kv_heads=2), {"enable_gqa": True, "is_causal": True}),
+        (operands(1, 2, 2, 1), {"is_causal": True}),
+    ]
+    found = []
+    for seed, (tensors, options) in enumerate(cases):
+        found += compare_op(
+            lambda q, k, v, o=options: attend(q, k, v, **o), tensors, mesh_shape, trials=3, seed=seed
+        )
+    masked = [*operands(2, 3, 5, 7), added]
+    found += compare_op(
+        lambda q, k, v, m: attend(q, k, v, attn_mask=m.detach()), masked, mesh_shape, trials=4
+    )
+    found += compare_op(lambda q, k, v, m: attend(q, k, v, attn_mask=m), masked, mesh_shape, trials=4)
+    return found
+
+
+def without_batch(mesh_shape):
+    """Three dims: torch has no fused op for them, and adds its causal mask to the scores."""
+    found = []
+    for options in ({}, {"is_causal": True}, {"attn_mask": torch.ones(4, 3, dtype=torch.bool).tril()}):
+        tensors = [torch.randn(2, 4, 5), torch.randn(2, 3, 5), torch.randn(2, 3, 5)]
+        found += compare_op(lambda q, k, v, o=options: attend(q, k, v, **o), tensors, mesh_shape, trials=4)
+    return found
+
+
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2), (1,)])
+@pytest.mark.parametrize("cases", [compare, without_batch])
+def test_as_plain_torch(pool, cases, mesh_shape):
+    assert pool.run(cases, mesh_shape, ranks=torch.Size(mesh_shape).numel())[0] == []
+
+
+def messages():
+    mesh = cpu_mesh(2)
+    sent = {}
+    for name, dim in (("batch", 0), ("heads", 1), ("rows", 2)):
+        q, k, v = (
+            distribute_tensor(t, mesh, [Shard(dim)], src_data_rank=None).requires_grad_()
+            for t in operands(2, 4, 8, 8)
+        )
+        with record_comm() as log:
+            out = attend(q, k, v, is_causal=True)
+            out.sum().backward()
+        sent[name] = [e.kind for e in log.events], [t.grad.placements for t in (q, k, v)]
+    return sent
+
+
+def test_batch_rows_and_heads_send_nothing(pool):
+    for sent in pool.run(messages, ranks=2):
+        assert sent["batch"] == ([], [(Shard(0),)] * 3)
+        assert sent["heads"] == ([], [(Shard(1),)] * 3)
+        assert sent["rows"][0]
+
+
+def plain_bias():
+    mesh = cpu_mesh(2)
+    q, k, v = (distribute_tensor(t, mesh, [Replicate()], src_data_rank=None) for t in operands(1, 2, 3, 3))
+    try:
+        attend(q, k, v, attn_mask=torch.randn(3, 3))
+    except LongmeshError as error:
+        return str(error)
+    return ""
+
+
+def test_a_plain_bias_is_refused(pool):
+    for text in pool.run(plain_bias, ranks=2):
+        assert "mixes a DTensor with a plain tensor" in text and "Tensor(3, 3)" in text
