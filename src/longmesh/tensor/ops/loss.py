@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from longmesh.rules.lookup import can_read, refuse_unread
+from longmesh.spec import Partial
 from longmesh.tensor.dispatch import Handler, dispatch, replicate_plain
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.ops.data_dependent import on_whole_tensors
-from longmesh.tensor.ops.pieces import settled
+from longmesh.tensor.ops.pieces import reduced_layout, settled
 
 aten = torch.ops.aten
 
@@ -28,16 +30,49 @@ def nll(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, target, weight, reduction, ignored = args
     if reduction != _MEAN or (x._layout.is_replicated and target._layout.is_replicated):
         return dispatch.run(func, args, kwargs)
+    target, num_wrong = _without_wrong_classes(settled(target), x.shape[0 if x.ndim == 1 else 1], ignored)
     total, weights = dispatch.run(func, (x, target, weight, _SUM, ignored), {})
     if total._layout is not weights._layout:
         total, weights = settled(total), settled(weights)
-        return total / weights, weights
-    both = torch.stack([total._local_tensor, weights._local_tensor])
-    whole = settled(DTensor(both, x._mesh, total._layout, (2,), (1,)))
-    total, weights = (
-        DTensor(part.clone(), x._mesh, whole._layout, (), ()) for part in whole._local_tensor.unbind()
+    terms = [total._local_tensor, weights._local_tensor]
+    pending = set(total._layout.partial_axes)
+    if num_wrong is not None and pending.issuperset(num_wrong._layout.partial_axes):
+        # What is replicated along a pending axis is counted several times: still zero only if there is none.
+        terms.append(num_wrong._local_tensor.to(terms[0].dtype))
+    elif num_wrong is not None:
+        _refuse(settled(num_wrong)._local_tensor, x, ignored)
+    together = DTensor(torch.stack(terms), x._mesh, total._layout, (len(terms),), (1,))
+    found = settled(together)
+    total, weights, *flag = (
+        DTensor(part.clone(), x._mesh, found._layout, (), ()) for part in found._local_tensor.unbind()
     )
+    for wrong in flag:
+        _refuse(wrong._local_tensor, x, ignored)
     return total / weights, weights
+
+
+def _without_wrong_classes(target: DTensor, classes: int, ignored: int) -> tuple[DTensor, DTensor | None]:
+    """The target with its impossible classes ignored, and how many there are, a pending sum.
+
+    Only the rank that holds one sees it, and a mean needs everybody: the number travels with the sums, and all
+    ranks raise. On an accelerator the kernel itself reports them.
+    """
+    local = target._local_tensor
+    if local.device.type != "cpu":
+        return target, None
+    wrong = ((local < 0) | (local >= classes)) & (local != ignored)
+    layout = reduced_layout(target._layout, range(target.ndim), False, Partial())
+    count = DTensor(wrong.sum(), target._mesh, layout, (), ())
+    cleaned = local.masked_fill(wrong, ignored)
+    return DTensor(cleaned, target._mesh, target._layout, target.shape, target.stride()), count
+
+
+def _refuse(num_wrong: torch.Tensor, x: DTensor, ignored: int) -> None:
+    classes = x.shape[0 if x.ndim == 1 else 1]
+    text = f"a target is out of bounds: classes are 0 to {classes - 1}, and {ignored} (ignore_index) for none"
+    if can_read(num_wrong) and num_wrong.item():
+        raise IndexError(text)
+    refuse_unread(num_wrong != 0, text)
 
 
 HANDLERS: dict[OpOverload, Handler] = {
