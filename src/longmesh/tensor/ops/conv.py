@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.nn.functional import pad
 
 from longmesh.comm import comm_of
-from longmesh.comm.groups import AxisGroup, MeshComm
-from longmesh.comm.halo import Rows, fetch_rows, return_rows
+from longmesh.comm.groups import MeshComm
 from longmesh.rules import Meta, OpCall, OutMeta
 from longmesh.rules.conv import (
     backward_lines,
@@ -31,33 +28,16 @@ from longmesh.rules.conv import (
     spatial_lines,
 )
 from longmesh.rules.rule import contiguous
-from longmesh.rules.window import Slide, Window
+from longmesh.rules.window import Slide
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import global_stride
+from longmesh.tensor.ops.halo import Halo, fetch, halos_of, padded, send_home
 from longmesh.tensor.propagate import Choice, choose
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class Halo:
-    """One cut spatial dim: who has and needs which rows of the input, and our padding."""
-
-    dim: int
-    group: AxisGroup
-    have: tuple[Rows, ...]
-    need: tuple[Rows, ...]
-    window: Window
-
-    def padding(self, ndim: int, sign: int = 1) -> list[int]:
-        """For torch.nn.functional.pad."""
-        amounts = [0] * (2 * ndim)
-        amounts[2 * (ndim - 1 - self.dim)] = sign * self.window.before
-        amounts[2 * (ndim - 1 - self.dim) + 1] = sign * self.window.after
-        return amounts
 
 
 def convolution(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,7 +54,7 @@ def convolution(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     local_bias = local_b[0] if bias is not None else None
     out, shape = choice.outputs[0], call.outputs[0].shape
     halos = _halos(call, 0, choice.inputs[0], out, shape, comm)
-    local = _fetch(local_x, halos)
+    local = fetch(local_x, halos)
     static = _static(call, args[3:], halos, local.shape[1])
     local_shape = tuple(out.local_shape(shape, comm.coordinate))
     if call["transposed"]:
@@ -82,7 +62,7 @@ def convolution(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
         if local_bias is not None:
             result = result + local_bias.view(-1, *[1] * (len(shape) - 2))
     else:
-        local = _padded(local, halos)
+        local = padded(local, halos)
         if local.numel() == 0 or local_w.numel() == 0 or 0 in local_shape:
             result = nothing_forward(local_x, local_bias, local_shape)  # pyright: ignore[reportArgumentType]
         else:
@@ -101,7 +81,7 @@ def _transposed(
 ) -> torch.Tensor:
     if local.numel() == 0 or weight.numel() == 0 or 0 in shape:
         return local.new_zeros(shape)
-    return _padded(func(local, weight, None, *static), halos)
+    return padded(func(local, weight, None, *static), halos)
 
 
 def convolution_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,15 +92,12 @@ def convolution_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     comm = comm_of(args[0]._mesh)
     grad, x, weight = (move(t, y)._local_tensor for t, y in zip(args[:3], choice.inputs, strict=True))
     halos = _halos(call, 1, choice.inputs[1], choice.inputs[0], call.tensors[0].shape, comm)
-    rows = _fetch(x, halos)
+    rows = fetch(x, halos)
     static = _static(call, args[4:10], halos, x.shape[1])
     mask = list(args[10])
     found = _backward(func, grad, rows, weight, static, halos, mask, bool(call["transposed"]))
     if mask[0]:
-        local = found[0]
-        for halo in reversed(halos):
-            local = return_rows(local, halo.dim, halo.have, halo.need, halo.group)
-        found[0] = local
+        found[0] = send_home(found[0], halos)
     wanted = iter(zip(choice.outputs, call.outputs, strict=True))
     results: list[DTensor | None] = []
     for value, is_wanted in zip(found, mask, strict=True):
@@ -144,16 +121,16 @@ def _backward(
 ) -> list[Any]:
     """Gradients of the fetched rows, the weight and the bias, from this rank's part of the output's gradient."""
     bias_mask = [mask[0], mask[1], False]
-    padded = rows if transposed else _padded(rows, halos)
-    if grad.numel() == 0 or padded.numel() == 0 or weight.numel() == 0:
+    around = rows if transposed else padded(rows, halos)
+    if grad.numel() == 0 or around.numel() == 0 or weight.numel() == 0:
         found = list(nothing_backward(grad, rows, weight, bias_mask))
     elif transposed:
-        whole = _padded(grad, halos, sign=-1)
+        whole = padded(grad, halos, sign=-1)
         found = list(func(whole, rows, weight, None, *static, bias_mask))
     else:
-        found = list(func(grad, padded, weight, None, *static, bias_mask))
+        found = list(func(grad, around, weight, None, *static, bias_mask))
         if mask[0]:
-            found[0] = _padded(found[0], halos, sign=-1)
+            found[0] = padded(found[0], halos, sign=-1)
     if mask[2]:
         found[2] = grad.sum([d for d in range(grad.ndim) if d != 1])
     return found
@@ -205,37 +182,12 @@ def _halos(
     call: OpCall, x: int, layout: Layout, out: Layout, out_shape: Sequence[int], comm: MeshComm
 ) -> list[Halo]:
     """The cut spatial dims of input number `x`, laid out as `layout`, for outputs laid out as `out`."""
-    halos: list[Halo] = []
     shape, kernel = call.tensors[x].shape, call.tensors[x + 1].shape
+    slides: dict[int, Slide] = {}
     for dim in range(2, len(shape)):
-        if not layout.cuts(dim):
-            continue
         stride, padding, dilation, _ = slide_of(call, dim - 2)
-        slide = Slide(shape[dim], kernel[dim], stride, padding, dilation, bool(call["transposed"]))
-        group = comm.group(tuple(sorted(layout.cuts(dim))))
-        have = tuple(_rows(layout, dim, shape[dim], c) for c in group.members)
-        windows = [slide.window(*_rows(out, dim, out_shape[dim], c)) for c in group.members]
-        halos.append(Halo(dim, group, have, tuple(w.rows for w in windows), windows[group.rank]))
-    return halos
-
-
-def _rows(layout: Layout, dim: int, size: int, coordinate: tuple[int, ...]) -> Rows:
-    start, length = layout.interval(dim, size, coordinate)
-    return int(start), int(start) + int(length)
-
-
-def _fetch(local: torch.Tensor, halos: Sequence[Halo]) -> torch.Tensor:
-    for halo in halos:
-        local = fetch_rows(local, halo.dim, halo.have, halo.need, halo.group)
-    return local
-
-
-def _padded(tensor: torch.Tensor, halos: Sequence[Halo], sign: int = 1) -> torch.Tensor:
-    for halo in halos:
-        amounts = halo.padding(tensor.ndim, sign)
-        if any(amounts):
-            tensor = pad(tensor, amounts)
-    return tensor
+        slides[dim] = Slide(shape[dim], kernel[dim], stride, padding, dilation, bool(call["transposed"]))
+    return halos_of(slides, layout, out, out_shape, comm)
 
 
 def _static(call: OpCall, static: Sequence[Any], halos: Sequence[Halo], channels: int) -> list[Any]:
