@@ -53,10 +53,7 @@ def lines_of(name: str) -> str:
             continue
         outputs = rule.out_meta(call) if rule.out_meta else run_on_meta(call)
         call = OpCall(func, call.args, call.kwargs, call.tensors, outputs)
-        shown = [
-            f"{', '.join(map(str, entry.inputs))} -> {', '.join(map(str, entry.outputs))}"
-            for entry in rule.axis_rules(call)
-        ]
+        shown = [str(entry) for entry in rule.axis_rules(call)]
         more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
         cells.setdefault(rule_name(func), "; ".join(shown[:6]) + more if shown else "replicated only")
     return "<br>".join(f"`{aten}`: {text}" for aten, text in list(cells.items())[:6])

@@ -120,7 +120,7 @@ def check_line(call, rule, entry, tensors, expected, ranks):
     results = [{} for _ in outs]
     for where in mesh.coordinates():
         found = []
-        map_tensors(found.append, _run_local(call, rule, [p[where] for p in parts], ins, outs, where))
+        map_tensors(found.append, run_local(call, rule, [p[where] for p in parts], ins, outs, where))
         if len(found) != len(outs):
             return f"{len(found)} local outputs for {len(outs)}"
         for result, value in zip(results, found, strict=True):
@@ -136,7 +136,7 @@ def check_line(call, rule, entry, tensors, expected, ranks):
     return None
 
 
-def _run_local(call, rule, locals_, ins, outs, where):
+def run_local(call, rule, locals_, ins, outs, where):
     view = LocalView(
         input_shapes=tuple(y.local_shape(m.shape, where) for y, m in zip(ins, call.tensors, strict=True)),
         input_offsets=tuple(y.local_offset(m.shape, where) for y, m in zip(ins, call.tensors, strict=True)),
