@@ -1,0 +1,21 @@
+"""Parallelise a model by a plan of module styles; names, arguments and defaults as torch's."""
+
+from longmesh.parallel.apply import parallelize_module
+from longmesh.parallel.colwise import ColwiseParallel
+from longmesh.parallel.loss import loss_parallel
+from longmesh.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from longmesh.parallel.rowwise import RowwiseParallel
+from longmesh.parallel.sequence import SequenceParallel
+from longmesh.parallel.style import ParallelStyle
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "loss_parallel",
+    "parallelize_module",
+]

@@ -1,0 +1,251 @@
+"""Cross entropy of logits cut by classes, as one step of autograd on local tensors.
+
+Per row of logits x with target y, class weights w and label smoothing e over C classes:
+
+    loss = (1 - e) w[y] (lse - x[y])  +  e/C (sum(w) lse - sum(w x))           lse = log(sum(exp(x)))
+
+The ranks add up exp(x), x[y] and sum(w x), all relative to the row's largest logit. A mean divides by the sum of
+w[y] over all rows that are not ignored, of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from longmesh.comm import comm_of
+from longmesh.comm.collectives import all_reduce
+from longmesh.errors import LongmeshError
+from longmesh.rules.lookup import can_read, refuse_unread
+from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
+from longmesh.tensor import DTensor
+from longmesh.tensor.autograd import move
+from longmesh.tensor.meta import contiguous_stride
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def is_cut_by_classes(logits: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether these are logits for `cut_cross_entropy`: cut by classes, nothing pending, targets that are indices."""
+    return (
+        type(logits) is DTensor
+        and logits.ndim > 0
+        and logits.is_floating_point()
+        and not target.is_floating_point()
+        and bool(logits._layout.cuts(_class_dim(logits.ndim)))
+        and not logits._layout.partial_axes
+        and not torch.compiler.is_compiling()
+    )
+
+
+def cut_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> torch.Tensor:
+    """F.cross_entropy of such logits. Collective: every rank of the mesh."""
+    assert isinstance(logits, DTensor)
+    _check(logits, target, weight, reduction, label_smoothing)
+    rows = _row_layout(logits._layout, _class_dim(logits.ndim))
+    terms = _Terms(
+        rows=rows,
+        classes=logits.shape[_class_dim(logits.ndim)],
+        ignore_index=ignore_index,
+        reduction=reduction,
+        smoothing=label_smoothing,
+    )
+    mine = _part_of(target, rows, logits)
+    weights = None if weight is None else _part_of(weight, Layout.replicated(logits.device_mesh), logits)
+    return _CrossEntropy.apply(logits, mine, weights, terms)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Terms:
+    """What is the same for all rows: how they lie, and the options of the loss."""
+
+    rows: Layout
+    classes: int
+    ignore_index: int
+    reduction: str
+    smoothing: float
+
+
+def _class_dim(ndim: int) -> int:
+    return 0 if ndim == 1 else 1
+
+
+def _check(
+    logits: DTensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: str, smoothing: float
+) -> None:
+    dim = _class_dim(logits.ndim)
+    rows = (*logits.shape[:dim], *logits.shape[dim + 1 :])
+    if tuple(target.shape) != rows:
+        raise LongmeshError(
+            f"cross_entropy: logits {tuple(logits.shape)} need targets of shape {rows}, got {tuple(target.shape)}; a "
+            "plain target is that of all ranks together, a part of it goes through DTensor.from_local"
+        )
+    if weight is not None and tuple(weight.shape) != (logits.shape[dim],):
+        raise LongmeshError(
+            f"cross_entropy: weight has shape {tuple(weight.shape)} and there are {logits.shape[dim]} classes; "
+            "give one weight per class, of all classes"
+        )
+    if reduction not in ("none", "mean", "sum"):
+        raise LongmeshError(f"{reduction!r} is not a reduction of cross_entropy; allowed: none, mean, sum")
+    if not 0.0 <= smoothing <= 1.0:
+        raise LongmeshError(f"label_smoothing must be between 0.0 and 1.0. Got: {smoothing}")
+
+
+def _row_layout(layout: Layout, dim: int) -> Layout:
+    """How one number per row lies: as the logits, without their class dim."""
+
+    def shift(d: int) -> int:
+        return d if d < dim else d - 1
+
+    placements: list[Placement] = [
+        Shard(shift(p.dim)) if isinstance(p, Shard) and p.dim != dim else Replicate()
+        for p in layout.placements
+    ]
+    order = [(shift(d), axes) for d, axes in layout.shard_order if d != dim]
+    return Layout(layout.mesh, placements, order)
+
+
+def _part_of(tensor: torch.Tensor, layout: Layout, like: DTensor) -> torch.Tensor:
+    """This rank's part of a target or weight; a plain one is whole."""
+    if isinstance(tensor, DTensor):
+        return move(tensor, layout)._local_tensor
+    for dim in layout.shard_dims:
+        start, length = layout.interval(dim, tensor.shape[dim], comm_of(like.device_mesh).coordinate)
+        tensor = tensor.narrow(dim, int(start), int(length))
+    return tensor
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: DTensor, target: torch.Tensor, weight: torch.Tensor | None, terms: _Terms
+    ) -> DTensor:
+        mesh, layout, comm = logits.device_mesh, logits._layout, comm_of(logits.device_mesh)
+        dim = _class_dim(logits.ndim)
+        x = logits._local_tensor
+        start = int(layout.interval(dim, terms.classes, comm.coordinate)[0])
+        is_own = (target >= start) & (target < start + x.shape[dim]) & (target != terms.ignore_index)
+        place = torch.where(is_own, target - start, 0).unsqueeze(dim)
+        group = comm.group(tuple(sorted(layout.cuts(dim))))
+
+        wide = x.float() if x.dtype in _HALVES else x
+        highest = _highest(wide, dim)
+        shifted = wide - all_reduce(highest, reduce_op="max", group=group)
+        own_weight = None if weight is None else weight.to(wide.dtype)
+        sums = [shifted.exp().sum(dim), _pick(shifted, place, is_own, dim)]
+        if terms.smoothing:
+            sums.append(_weighted_sum(shifted, own_weight, start, dim))
+        added = all_reduce(torch.stack(sums), reduce_op="sum", group=group)
+
+        lse = added[0].log()
+        ignored = target == terms.ignore_index
+        share = _row_weights(own_weight, target, ignored, lse)
+        loss = (lse - added[1]) * share
+        if terms.smoothing:
+            total = float(terms.classes) if own_weight is None else own_weight.sum()
+            spread = (total * lse - added[2]) * (terms.smoothing / terms.classes)
+            loss = loss * (1 - terms.smoothing) + spread
+        loss = loss.masked_fill(ignored, 0)
+        result, out, divisor = _reduce(loss, share, terms, comm)
+        _check_targets(target, terms)
+
+        odds = shifted.sub_(lse.unsqueeze(dim)).exp_()
+        ctx.save_for_backward(odds, place, is_own, share, ignored, divisor, own_weight)
+        ctx.terms, ctx.held, ctx.start = terms, logits._held, start
+        shape = logits.shape[:dim] + logits.shape[dim + 1 :] if terms.reduction == "none" else ()
+        return DTensor(result.to(x.dtype), mesh, out, shape, contiguous_stride(shape))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grads
+        terms: _Terms = ctx.terms
+        held = ctx.held
+        odds, place, is_own, share, ignored, divisor, weight = ctx.saved_tensors
+        dim = _class_dim(len(held.shape))
+        wanted = terms.rows if terms.reduction == "none" else Layout.replicated(held.layout.mesh)
+        factor = move(grad, wanted)._local_tensor.to(odds.dtype)
+        if divisor is not None:
+            factor = factor / divisor
+        rows = (factor * share * (1 - terms.smoothing)).masked_fill(ignored, 0)
+        even = (factor * (terms.smoothing / terms.classes)).expand(share.shape).masked_fill(ignored, 0)
+        total = float(terms.classes) if weight is None else weight.sum()
+        made = odds * (rows + even * total).unsqueeze(dim)
+        if terms.smoothing:
+            made = made - even.unsqueeze(dim) * _own_weights(weight, odds, ctx.start, dim)
+        if odds.shape[dim]:
+            made.scatter_add_(dim, place, -(rows * is_own).unsqueeze(dim))
+        local = made.to(held.dtype)
+        shape = tuple(held.shape)
+        return DTensor(local, held.mesh, held.layout, shape, contiguous_stride(shape)), None, None, None
+
+
+def _highest(x: torch.Tensor, dim: int) -> torch.Tensor:
+    if x.shape[dim]:
+        return x.amax(dim, keepdim=True)
+    return x.new_full((*x.shape[:dim], 1, *x.shape[dim + 1 :]), -math.inf)
+
+
+def _pick(x: torch.Tensor, place: torch.Tensor, is_own: torch.Tensor, dim: int) -> torch.Tensor:
+    """Each row's value at its target, where that is among this rank's classes; else 0."""
+    if not x.shape[dim]:
+        return x.new_zeros(is_own.shape)
+    return x.gather(dim, place).squeeze(dim).masked_fill_(~is_own, 0)
+
+
+def _own_weights(weight: torch.Tensor | None, x: torch.Tensor, start: int, dim: int) -> torch.Tensor:
+    """The weights of this rank's classes, to be multiplied with a tensor shaped as `x`."""
+    if weight is None:
+        return x.new_ones(())
+    return weight[start : start + x.shape[dim]].view(-1, *(1,) * (x.ndim - dim - 1))
+
+
+def _weighted_sum(x: torch.Tensor, weight: torch.Tensor | None, start: int, dim: int) -> torch.Tensor:
+    return (x if weight is None else x * _own_weights(weight, x, start, dim)).sum(dim)
+
+
+def _row_weights(
+    weight: torch.Tensor | None, target: torch.Tensor, ignored: torch.Tensor, like: torch.Tensor
+) -> torch.Tensor:
+    """What each row counts in a mean: its target's weight, nothing if it is ignored."""
+    if weight is None:
+        return (~ignored).to(like.dtype)
+    known = target.clamp(0, weight.shape[0] - 1)  # what is no class is refused after the collectives
+    return weight[known].masked_fill_(ignored, 0)
+
+
+def _reduce(
+    loss: torch.Tensor, share: torch.Tensor, terms: _Terms, comm: Any
+) -> tuple[torch.Tensor, Layout, torch.Tensor | None]:
+    """The result, its layout, and what a mean was divided by."""
+    mesh = terms.rows.mesh
+    if terms.reduction == "none":
+        return loss, terms.rows, None
+    cutting = tuple(sorted(axis for _, axes in terms.rows.shard_order for axis in axes))
+    if terms.reduction == "sum":
+        placements = [Partial() if a in cutting else Replicate() for a in range(mesh.ndim)]
+        return loss.sum(), Layout(mesh, placements), None
+    both = torch.stack([loss.sum(), share.sum()])
+    if cutting:
+        both = all_reduce(both, reduce_op="sum", group=comm.group(cutting))
+    total, divisor = both.unbind()
+    return total / divisor, Layout.replicated(mesh), divisor
+
+
+def _check_targets(target: torch.Tensor, terms: _Terms) -> None:
+    bad = ((target < 0) | (target >= terms.classes)) & (target != terms.ignore_index)
+    if not can_read(bad):
+        refuse_unread(bad.any(), f"a target is out of bounds for {terms.classes} classes")
+    elif bool(bad.any()):
+        raise IndexError(f"Target {int(target[bad].flatten()[0])} is out of bounds.")

@@ -1,0 +1,120 @@
+"""What ColwiseParallel and RowwiseParallel share: cut a module's parameters, and give it the step that runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.errors import LongmeshError
+from longmesh.parallel.embedding import EmbeddingStep
+from longmesh.parallel.linear import LinearStep
+from longmesh.parallel.modules import CutEmbedding, CutLinear
+from longmesh.parallel.style import (
+    ParallelStyle,
+    arrange,
+    check_module,
+    check_one_axis,
+    check_placement,
+    describe_module,
+    distribute_parameter,
+    enter,
+    leave,
+)
+from longmesh.spec import Placement, Replicate, Shard
+from longmesh.tensor import DTensor
+
+
+class CutStyle(ParallelStyle):
+    """A style that cuts an nn.Linear or nn.Embedding; `by_rows` and the default layouts are its subclass's."""
+
+    by_rows: bool
+    default_input: Placement
+    default_output: Placement
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        overlap: bool = False,
+    ) -> None:
+        name = type(self).__name__
+        given = self.default_input if input_layouts is None else input_layouts
+        self.input_layouts = (check_placement(given, f"{name}(input_layouts)"),)
+        wanted = self.default_output if output_layouts is None else output_layouts
+        self.output_layouts = (check_placement(wanted, f"{name}(output_layouts)"),)
+        self.use_local_output = use_local_output
+        self.overlap = overlap
+
+    def _check(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        check_one_axis(device_mesh, type(self).__name__)
+        check_module(self, name, module, (nn.Linear, nn.Embedding))
+        if isinstance(module, (CutLinear, CutEmbedding)):
+            raise LongmeshError(
+                f"{type(self).__name__} can't take {describe_module(name, module)}: it is cut already; name a module "
+                "once in a plan"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._check("", module, device_mesh)
+        argument = f"{type(self).__name__} of {type(module).__name__}"
+        if isinstance(module, nn.Linear):
+            step: Any = LinearStep(
+                device_mesh,
+                self.by_rows,
+                *self.input_layouts,
+                *self.output_layouts,
+                self.use_local_output,
+                self.overlap,
+                argument,
+            )
+            distribute_parameter(module, "bias", device_mesh, step.bias_placement, self.src_data_rank)
+        else:
+            step = EmbeddingStep(
+                device_mesh,
+                self.by_rows,
+                *self.input_layouts,
+                *self.output_layouts,
+                self.use_local_output,
+                argument,
+            )
+        distribute_parameter(module, "weight", device_mesh, step.weight_placement, self.src_data_rank)
+        if type(module) is nn.Linear:
+            module.__class__ = CutLinear
+            module.__dict__["step"] = step
+        elif type(module) is nn.Embedding:
+            module.__class__ = CutEmbedding
+            module.__dict__["step"] = step
+        else:
+            self._hook(module, device_mesh, argument)
+        return module
+
+    def _hook(self, module: nn.Module, mesh: DeviceMesh, argument: str) -> None:
+        """A subclass keeps its forward: its first input becomes a DTensor, its output what is asked for."""
+        features = module.in_features if isinstance(module, nn.Linear) else None
+        wanted = Shard(-1) if self.by_rows and features is not None else Replicate()
+
+        def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            given = enter(inputs[0], mesh, *self.input_layouts, argument, features)
+            return arrange(given, wanted), *inputs[1:]
+
+        def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> torch.Tensor:
+            if not isinstance(output, DTensor):
+                raise LongmeshError(
+                    f"{argument}: its forward returned a {type(output).__name__}, not a DTensor; a forward of your own "
+                    "must compute with self.weight and the input it is given"
+                )
+            return leave(output, *self.output_layouts, local=self.use_local_output)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
+            f"use_local_output={self.use_local_output}, overlap={self.overlap})"
+        )

@@ -1,0 +1,237 @@
+"""PrepareModuleInput, PrepareModuleOutput: bring what goes into or comes out of a module into other layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.errors import LongmeshError
+from longmesh.parallel.style import (
+    ParallelStyle,
+    arrange,
+    check_one_axis,
+    check_placement,
+    describe_module,
+    enter,
+)
+from longmesh.spec import Placement
+
+Layouts = Placement | tuple[Placement | None, ...] | None
+
+
+def _as_tuple(given: Layouts, argument: str) -> tuple[Placement | None, ...] | None:
+    if given is None:
+        return None
+    if isinstance(given, (tuple, list)):
+        return tuple(None if p is None else check_placement(p, argument) for p in given)
+    return (check_placement(given, argument),)
+
+
+def _convert(
+    value: Any, mesh: DeviceMesh, given: Placement | None, wanted: Placement | None, local: bool, what: str
+) -> Any:
+    """One value: None as its layout leaves it alone; a plain tensor is a shard laid out as `given`."""
+    if given is None:
+        return value
+    if not isinstance(value, torch.Tensor):
+        raise LongmeshError(
+            f"{what} is a {type(value).__name__} and has the layout {given}; give None for what is no tensor"
+        )
+    tensor = enter(value, mesh, given, what)
+    if wanted is not None:
+        tensor = arrange(tensor, wanted)
+    return tensor.to_local() if local else tensor
+
+
+def _convert_all(
+    values: tuple[Any, ...],
+    mesh: DeviceMesh,
+    given: tuple[Placement | None, ...],
+    wanted: tuple[Placement | None, ...],
+    local: bool,
+    what: str,
+) -> tuple[Any, ...]:
+    if len(values) != len(given):
+        raise LongmeshError(
+            f"{what}: {len(values)} values and {len(given)} layouts {given}; give one per value, None for those to "
+            "leave as they are"
+        )
+    return tuple(
+        _convert(value, mesh, before, after, local, f"{what} {i}")
+        for i, (value, before, after) in enumerate(zip(values, given, wanted, strict=True))
+    )
+
+
+def _check_lengths(given: Any, wanted: Any, names: tuple[str, str]) -> None:
+    have, want = (None if x is None else len(x) for x in (given, wanted))
+    if have != want:
+        raise LongmeshError(
+            f"{names[0]}={given} and {names[1]}={wanted} must go together, one wanted layout per given one"
+        )
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Before a module runs, make its inputs DTensors laid out as `input_layouts` and bring them to
+    `desired_input_layouts`; keyword inputs by name likewise. None leaves an input as it is. A DTensor input keeps
+    its own layout until it is brought there. With `use_local_output=True` the module gets plain tensors.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts = _as_tuple(input_layouts, "PrepareModuleInput(input_layouts)")
+        self.desired_input_layouts = _as_tuple(
+            desired_input_layouts, "PrepareModuleInput(desired_input_layouts)"
+        )
+        self.with_kwargs = input_kwarg_layouts is not None
+        self.input_kwarg_layouts: Mapping[str, Placement] = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts: Mapping[str, Placement] = dict(desired_input_kwarg_layouts or {})
+        self.use_local_output = use_local_output
+        _check_lengths(
+            self.input_layouts, self.desired_input_layouts, ("input_layouts", "desired_input_layouts")
+        )
+        if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
+            raise LongmeshError(
+                f"input_kwarg_layouts names {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts "
+                f"{sorted(self.desired_input_kwarg_layouts)}; name the same keyword inputs in both"
+            )
+
+    def _check(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        check_one_axis(device_mesh, "PrepareModuleInput")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._check("", module, device_mesh)
+        what = f"PrepareModuleInput of {describe_module('', module)}: input"
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            if self.input_layouts is not None:
+                assert self.desired_input_layouts is not None
+                args = _convert_all(
+                    args,
+                    device_mesh,
+                    self.input_layouts,
+                    self.desired_input_layouts,
+                    self.use_local_output,
+                    what,
+                )
+            if self.with_kwargs:
+                kwargs = {
+                    name: self._keyword(name, value, device_mesh, what) for name, value in kwargs.items()
+                }
+            return args, kwargs
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        return module
+
+    def _keyword(self, name: str, value: Any, mesh: DeviceMesh, what: str) -> Any:
+        given, wanted = self.input_kwarg_layouts.get(name), self.desired_input_kwarg_layouts.get(name)
+        return _convert(value, mesh, given, wanted, self.use_local_output, f"{what} {name}")
+
+    def __repr__(self) -> str:
+        return (
+            f"PrepareModuleInput(input_layouts={self.input_layouts}, "
+            f"desired_input_layouts={self.desired_input_layouts}, input_kwarg_layouts={self.input_kwarg_layouts}, "
+            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """After a module has run, make its outputs DTensors laid out as `output_layouts` and bring them to
+    `desired_output_layouts`. None leaves an output as it is. Plain tensors come out, or with
+    `use_local_output=False` DTensors.
+    """
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement, ...],
+        use_local_output: bool = True,
+    ) -> None:
+        self.output_layouts = _as_tuple(output_layouts, "PrepareModuleOutput(output_layouts)") or ()
+        self.desired_output_layouts = (
+            _as_tuple(desired_output_layouts, "PrepareModuleOutput(desired_output_layouts)") or ()
+        )
+        self.use_local_output = use_local_output
+        _check_lengths(
+            self.output_layouts, self.desired_output_layouts, ("output_layouts", "desired_output_layouts")
+        )
+
+    def _check(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        check_one_axis(device_mesh, "PrepareModuleOutput")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._check("", module, device_mesh)
+        what = f"PrepareModuleOutput of {describe_module('', module)}: output"
+
+        def after(_: nn.Module, inputs: Any, outputs: Any) -> Any:
+            values = outputs if isinstance(outputs, tuple) else (outputs,)
+            prepared = _convert_all(
+                values,
+                device_mesh,
+                self.output_layouts,
+                self.desired_output_layouts,
+                self.use_local_output,
+                what,
+            )
+            return prepared[0] if len(prepared) == 1 else prepared
+
+        module.register_forward_hook(after)
+        return module
+
+    def __repr__(self) -> str:
+        return (
+            f"PrepareModuleOutput(output_layouts={self.output_layouts}, "
+            f"desired_output_layouts={self.desired_output_layouts}, use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """PrepareModuleInput and PrepareModuleOutput of one module; `use_local_input` is the former's
+    `use_local_output`."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement, ...],
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _check(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        check_one_axis(device_mesh, "PrepareModuleInputOutput")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input._apply(module, device_mesh)
+        return self.prepare_module_output._apply(module, device_mesh)
+
+    def __repr__(self) -> str:
+        return f"PrepareModuleInputOutput({self.prepare_module_input}, {self.prepare_module_output})"

@@ -1,0 +1,67 @@
+"""SequenceParallel: a module with whole parameters works on a sequence that is cut over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.errors import LongmeshError
+from longmesh.parallel.modules import CutLayerNorm
+from longmesh.parallel.norm import LayerNormStep
+from longmesh.parallel.style import ParallelStyle, arrange, check_one_axis, distribute_parameter, enter
+from longmesh.spec import Replicate, Shard
+from longmesh.tensor import DTensor
+
+
+class SequenceParallel(ParallelStyle):
+    """Run an nn.LayerNorm, nn.RMSNorm, nn.Dropout or a module of the like on a sequence cut along `sequence_dim`.
+
+    Its parameters are whole on every rank. A plain input is this rank's equal part of the sequence; a DTensor is
+    brought there. The output is a DTensor, or with `use_local_output=True` this rank's plain tensor.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_sharding = (Shard(sequence_dim),)
+        self.use_local_output = use_local_output
+
+    def _check(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        check_one_axis(device_mesh, "SequenceParallel")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._check("", module, device_mesh)
+        argument = f"SequenceParallel of {type(module).__name__}"
+        for part in module.modules():
+            for name in list(part._parameters):
+                distribute_parameter(part, name, device_mesh, Replicate(), self.src_data_rank)
+        if type(module) is nn.LayerNorm:
+            module.__class__ = CutLayerNorm
+            step = LayerNormStep(device_mesh, *self.sequence_sharding, self.use_local_output, argument)
+            module.__dict__["step"] = step
+        else:
+            self._hook(module, device_mesh, argument)
+        return module
+
+    def _hook(self, module: nn.Module, mesh: DeviceMesh, argument: str) -> None:
+        (sequence,) = self.sequence_sharding
+
+        def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return arrange(enter(inputs[0], mesh, sequence, argument), sequence), *inputs[1:]
+
+        def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+            if not isinstance(output, DTensor):
+                raise LongmeshError(
+                    f"{argument}: its forward returned a {type(output).__name__}, not a DTensor; SequenceParallel "
+                    "takes modules that give one tensor, computed from the input"
+                )
+            return output.to_local() if self.use_local_output else output
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def __repr__(self) -> str:
+        return (
+            f"SequenceParallel(sequence_dim={self.sequence_sharding[0].dim}, "
+            f"use_local_output={self.use_local_output})"
+        )

@@ -1,0 +1,156 @@
+"""ParallelStyle, and what every style does at a module's door: plain tensors in and out, DTensors inside.
+
+    plain tensor --enter(input layout)--> DTensor --move--> wanted layout | module | output layout --leave--> plain
+
+A plain tensor says nothing of the other ranks' sizes. Where the module knows the whole size (a Linear its
+features) uneven shards are right; elsewhere the ranks' shards are taken to be equal, as in `DTensor.from_local`.
+A DTensor knows its sizes, so with `use_local_output=False` nothing has to divide anything.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.comm import MeshComm, comm_of, run_plan
+from longmesh.errors import LongmeshError
+from longmesh.plan import plan_redistribute
+from longmesh.spec import Layout, MeshShape, Placement
+from longmesh.tensor import DTensor, distribute_tensor
+from longmesh.tensor.arguments import normalize_placements
+from longmesh.tensor.meta import even_global_shape
+
+
+class ParallelStyle(ABC):
+    """How one module is parallelised. Subclass it and write `_apply`; `parallelize_module` calls it."""
+
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Parallelise `module` in place and return it. Collective."""
+
+    def _check(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:  # noqa: B027
+        """Raise if this style can't take `module`. Sends nothing; runs for a whole plan before any `_apply`."""
+
+
+def check_placement(given: Any, argument: str) -> Placement:
+    """A placement of ours, or an error that names the argument."""
+    if not isinstance(given, Placement):
+        raise LongmeshError(
+            f"{argument}={given!r} ({type(given).__module__}) is not a longmesh placement; "
+            "use Shard, Replicate or Partial from longmesh"
+        )
+    return given
+
+
+def check_one_axis(mesh: DeviceMesh, caller: str) -> None:
+    """A style has one placement, so it works on one mesh axis."""
+    if mesh.ndim != 1:
+        shape = MeshShape.of(mesh)
+        name = shape.names[-1] if shape.names is not None else None
+        fix = f"mesh[{name!r}]" if name is not None else "a mesh with mesh_dim_names, sliced by name"
+        raise LongmeshError(
+            f"{caller} works on one mesh axis, got {shape} with {mesh.ndim}; pass the axis to cut modules over: {fix}"
+        )
+
+
+def check_module(
+    style: ParallelStyle, name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...]
+) -> None:
+    """Raise unless the style can take this kind of module."""
+    if not isinstance(module, kinds):
+        allowed = " and ".join(f"nn.{kind.__name__}" for kind in kinds)
+        raise LongmeshError(
+            f"{type(style).__name__} can't take {describe_module(name, module)}: it cuts {allowed}; name one of its "
+            "submodules in the plan, or write a ParallelStyle of your own"
+        )
+
+
+def describe_module(name: str, module: nn.Module) -> str:
+    return f"{type(module).__name__} '{name}'" if name else f"the {type(module).__name__} itself"
+
+
+def distribute_parameter(
+    module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None
+) -> None:
+    """Replace a parameter by its DTensor, in place. Collective."""
+    parameter = getattr(module, name)
+    if parameter is not None:
+        whole = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
+        module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+# -- layouts -------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_on(mesh: MeshShape, placement: Placement, ndim: int, argument: str) -> Layout:
+    """The layout of a tensor of `ndim` dims on the one axis of `mesh`, negative dims counted from the end."""
+    layout = Layout(mesh, normalize_placements((placement,), ndim, argument))
+    layout.check_ndim(ndim)
+    return layout
+
+
+def whole_shape(
+    layout: Layout, local: torch.Tensor, comm: MeshComm, features: int | None, argument: str
+) -> tuple[int, ...]:
+    """The global shape of this rank's `local`; its last dim is `features` long where that is known."""
+    shape = even_global_shape(layout, local.shape)
+    last = local.ndim - 1
+    if features is None or not layout.cuts(last):
+        return shape
+    expected = layout.interval(last, features, comm.coordinate)[1]
+    if local.shape[last] != expected:
+        raise LongmeshError(
+            f"{argument}: this rank's input has {local.shape[last]} features and its share of {features} on "
+            f"{layout.mesh.sizes[0]} ranks is {expected}; pass the shard that chunking gives, or give input_layouts= "
+            "as the input really lies (Replicate() if it is whole)"
+        )
+    return (*shape[:last], features)
+
+
+def move_local(
+    local: torch.Tensor, src: Layout, dst: Layout, shape: Sequence[int], comm: MeshComm
+) -> torch.Tensor:
+    """This rank's part of a tensor of `shape` in another layout, without autograd. Collective."""
+    if src is dst:
+        return local
+    plan = plan_redistribute(src, dst, shape=shape, itemsize=local.element_size())
+    return run_plan(plan, local, comm)
+
+
+# -- in and out ----------------------------------------------------------------------------------
+
+
+def enter(
+    tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement, argument: str, features: int | None = None
+) -> DTensor:
+    """A DTensor from what a module is given: plain tensors are shards laid out as `placement` says."""
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh != mesh:
+            raise LongmeshError(
+                f"{argument}: the input lies on {tensor.device_mesh} and the module on {mesh}; bring them onto one mesh"
+            )
+        return tensor
+    layout = layout_on(MeshShape.of(mesh), placement, tensor.ndim, argument)
+    shape = whole_shape(layout, tensor, comm_of(mesh), features, argument)
+    return DTensor.from_local(tensor, mesh, layout.placements, shape=shape)
+
+
+def arrange(tensor: DTensor, placement: Placement) -> DTensor:
+    """The DTensor in the layout that is wanted. Collective where it lies otherwise."""
+    wanted = normalize_placements((placement,), tensor.ndim, "a layout")
+    return tensor if tensor.placements == wanted else tensor.redistribute(placements=wanted)
+
+
+def leave(tensor: DTensor, placement: Placement, *, local: bool) -> torch.Tensor:
+    """What a module gives: in the output layout, and this rank's part of it if `local`."""
+    arranged = arrange(tensor, placement)
+    return arranged.to_local() if local else arranged
