@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from longmesh.comm.groups import AxisGroup
 from longmesh.comm.record import call_site
+from longmesh.comm.store import open_store, wait_for_keys
 from longmesh.errors import CollectiveError
 
 _ANSWER_SECONDS = 5.0
@@ -50,15 +48,12 @@ def _reports(mine: str, group: AxisGroup) -> list[tuple[int, str]]:
     me = group.global_ranks[group.rank]
     found = {me: mine}
     try:
-        store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
-        store.set(_key(group, me), mine)
+        store = open_store()
+        store.set(_key(me), mine)
         deadline = time.monotonic() + _ANSWER_SECONDS
         for rank in group.global_ranks:
-            left = max(0.05, deadline - time.monotonic())
-            with contextlib.suppress(dist.DistStoreError):
-                if rank != me:
-                    store.wait([_key(group, rank)], timedelta(seconds=left))
-                    found[rank] = store.get(_key(group, rank)).decode()
+            if rank != me and wait_for_keys(store, [_key(rank)], deadline - time.monotonic()):
+                found[rank] = store.get(_key(rank)).decode()
     except RuntimeError as error:
         silent = f"unknown: the world's store can't be reached ({_first_line(error)})"
     else:
@@ -66,8 +61,8 @@ def _reports(mine: str, group: AxisGroup) -> list[tuple[int, str]]:
     return [(rank, found.get(rank, silent)) for rank in group.global_ranks]
 
 
-def _key(group: AxisGroup, rank: int) -> str:
-    return f"longmesh/lost/{group.name}/{rank}"
+def _key(rank: int) -> str:
+    return f"longmesh/lost/{rank}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,9 @@
+"""Seeing what distributed tensors do: every byte that moves and why, who holds what, where ranks part ways."""
+
+from longmesh.debug.comm_mode import CommDebugMode
+from longmesh.debug.desync import desync_check
+from longmesh.debug.explain import Explanation, explain
+from longmesh.debug.strict import strict
+from longmesh.debug.visualize import visualize_sharding
+
+__all__ = ["CommDebugMode", "Explanation", "desync_check", "explain", "strict", "visualize_sharding"]

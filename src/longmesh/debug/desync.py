@@ -1,0 +1,181 @@
+"""desync_check: ranks that part ways are stopped where they do, instead of hanging.
+
+Before a collective starts, every rank of its group posts a fingerprint of it (kind, sizes, dtype, call site) in the
+world's key-value store and reads the others'. If they differ, every rank of the group raises the same error,
+with the ranks and the call sites. No collective is used, so the check can't hang: a rank that never comes is named
+when the time is up, and two ranks that wait for each other in different groups are found before.
+
+Point-to-point messages are not checked: not every rank of a group takes part in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm
+from longmesh.comm.store import open_store, read_text
+from longmesh.errors import CollectiveError, LongmeshError, NotDistributedError
+
+_CHECKED = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
+_LOOK_AROUND_SECONDS = 2.0
+
+
+@contextlib.contextmanager
+def desync_check(timeout: float = 300.0) -> Iterator[None]:
+    """Compare every collective of longmesh inside the `with` before it runs; a mismatch is a `CollectiveError`.
+
+    Every rank of the world enters it, at the same point of the program. A rank that has not come to a collective
+    after `timeout` seconds is taken to be lost. For debugging: each collective waits for a round trip to the store.
+    """
+    if not timeout > 0:
+        raise LongmeshError(f"desync_check(timeout={timeout}): give a positive number of seconds")
+    if not dist.is_initialized():
+        raise NotDistributedError(
+            "desync_check compares ranks, and there is no process group: start this script with "
+            "`longmesh run --ranks N script.py` or torchrun"
+        )
+    with observe_comm(_Comparison(open_store(), dist.get_rank(), timeout)):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What must agree among the ranks of a collective, and where it was called."""
+
+    kind: str
+    dtype: str
+    sizes: tuple[int, ...]
+    call_site: str
+    send_counts: tuple[int, ...] = ()
+    recv_counts: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(event: CommEvent) -> Fingerprint:
+        # The rows of an all_to_all are counted per member; the rest of its shape must be the same everywhere.
+        sizes = event.shape[1:] if event.kind == "all_to_all" else event.shape
+        return Fingerprint(
+            event.kind, event.dtype, sizes, event.call_site, event.send_counts, event.recv_counts
+        )
+
+    @staticmethod
+    def parse(text: str) -> Fingerprint:
+        kind, dtype, sizes, site, sent, received = json.loads(text)
+        return Fingerprint(kind, dtype, tuple(sizes), site, tuple(sent), tuple(received))
+
+    def to_json(self) -> str:
+        return json.dumps(astuple(self))
+
+    @property
+    def common(self) -> tuple[object, ...]:
+        """What is the same on all ranks. Of the call site the file's name: hosts may differ in directories."""
+        return self.kind, self.dtype, self.sizes, os.path.basename(self.call_site)
+
+    def __str__(self) -> str:
+        if self.kind == "all_to_all":
+            return (
+                f"all_to_all of {self.dtype}, sending {list(self.send_counts)} and receiving "
+                f"{list(self.recv_counts)}, at {self.call_site}"
+            )
+        return f"{self.kind} of {self.sizes} {self.dtype} at {self.call_site}"
+
+
+def find_mismatch(prints: dict[int, Fingerprint]) -> str | None:
+    """What is wrong with the fingerprints of a group's ranks, in its order; None if they agree. Pure."""
+    usual, _ = Counter(p.common for p in prints.values()).most_common(1)[0]
+    if any(p.common != usual for p in prints.values()):
+        lines = ["ranks of one group came to different collectives:"]
+        lines += [f"  rank {rank}: {p}" for rank, p in prints.items()]
+        return "\n".join(lines)
+    ranks = list(prints)
+    for i, sender in enumerate(ranks):
+        for j, receiver in enumerate(ranks):
+            mine, theirs = prints[sender], prints[receiver]
+            if mine.send_counts and mine.send_counts[j] != theirs.recv_counts[i]:
+                return (
+                    f"rank {sender} sends {mine.send_counts[j]} elements to rank {receiver}, which expects "
+                    f"{theirs.recv_counts[i]}:\n  rank {sender}: {mine}\n  rank {receiver}: {theirs}"
+                )
+    return None
+
+
+class _Comparison(CommObserver):
+    """One rank's side of the check. `_posted` counts the collectives posted per group."""
+
+    def __init__(self, store: dist.Store, rank: int, timeout: float) -> None:
+        self._store, self._rank, self._timeout = store, rank, timeout
+        self._posted: Counter[str] = Counter()
+        session = store.add(f"longmesh/desync/session/{rank}", 1)
+        self._prefix = f"longmesh/desync/{session}"
+
+    def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
+        if event.kind not in _CHECKED or group.size == 1:
+            return
+        number = self._posted[group.name]
+        mine = Fingerprint.of(event)
+        at = json.dumps(
+            {"group": group.name, "number": number, "text": str(mine), "ranks": group.global_ranks}
+        )
+        self._store.set(f"{self._prefix}/at/{self._rank}", at)
+        self._store.set(self._key(group, number, self._rank), mine.to_json())
+        self._posted[group.name] += 1
+        keys = [self._key(group, number, rank) for rank in group.global_ranks]
+        texts = self._read(keys, mine, group)
+        prints = {rank: Fingerprint.parse(t) for rank, t in zip(group.global_ranks, texts, strict=True)}
+        problem = find_mismatch(prints)
+        if problem is not None:
+            raise CollectiveError(f"{_over(group)}: {problem}")
+        if number:  # all have posted this one, so all have read the one before
+            self._store.delete_key(self._key(group, number - 1, self._rank))
+
+    def _read(self, keys: list[str], mine: Fingerprint, group: AxisGroup) -> list[str]:
+        """What all ranks of the group posted, once they have; an error if one can't come or the time is up."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            left = deadline - time.monotonic()
+            self._store.set_timeout(timedelta(seconds=max(0.001, min(left, _LOOK_AROUND_SECONDS))))
+            try:
+                return [bytes(text).decode() for text in self._store.multi_get(keys)]
+            except dist.DistStoreError:
+                pass
+            late = [
+                rank
+                for rank, key in zip(group.global_ranks, keys, strict=True)
+                if not self._store.check([key])
+            ]
+            stuck = [rank for rank in late if self._waits_for_us(rank)]
+            if stuck or (late and time.monotonic() >= deadline):
+                raise CollectiveError(self._explain_wait(late, stuck, mine, group))
+
+    def _waits_for_us(self, rank: int) -> bool:
+        """Whether `rank` waits in a collective that we have not come to: it will not come to ours either."""
+        text = read_text(self._store, f"{self._prefix}/at/{rank}")
+        if text is None:
+            return False
+        at = json.loads(text)
+        return self._rank in at["ranks"] and at["number"] >= self._posted[at["group"]]
+
+    def _explain_wait(self, late: list[int], stuck: list[int], mine: Fingerprint, group: AxisGroup) -> str:
+        why = "wait for each other" if stuck else f"did not come within {self._timeout:g} s"
+        lines = [f"{_over(group)}: ranks {why}:", f"  rank {self._rank}: {mine}"]
+        for rank in late:
+            text = read_text(self._store, f"{self._prefix}/at/{rank}")
+            last = "no collective yet" if text is None else json.loads(text)["text"]
+            state = "waits in" if rank in stuck else "did not come; its last collective was"
+            lines.append(f"  rank {rank}: {state} {last}")
+        return "\n".join(lines)
+
+    def _key(self, group: AxisGroup, number: int, rank: int) -> str:
+        return f"{self._prefix}/{group.name}/{number}/{rank}"
+
+
+def _over(group: AxisGroup) -> str:
+    return f"desync over {' x '.join(group.axes)} (ranks {', '.join(map(str, group.global_ranks))})"

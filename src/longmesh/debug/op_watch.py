@@ -1,0 +1,151 @@
+"""Following ops on DTensors and the redistributions inside them: what explain() and strict() stand on.
+
+A redistribution of an op's input that runs inside the op is implicit: the op needed another layout. One of an
+intermediate value (the maximum that a softmax over a cut dim needs) is part of what the op does. One that runs outside
+of ops was asked for (`redistribute`, `full_tensor`) or is the gradient of one.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm
+from longmesh.comm.record import call_site
+from longmesh.debug.origin import Makers, in_backward, running_node
+from longmesh.plan import RedistributePlan
+from longmesh.spec import Layout
+from longmesh.tensor import DTensor
+from longmesh.tensor.tree import all_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A DTensor that an op takes or gives."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+
+    @staticmethod
+    def all_of(value: Any) -> tuple[Operand, ...]:
+        found = (t for t in all_tensors(value) if isinstance(t, DTensor))
+        return tuple(Operand(tuple(t.shape), t._layout) for t in found)
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.layout}"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A redistribution inside an op; `input` says of which of its DTensors, None of an intermediate value."""
+
+    plan: RedistributePlan
+    input: int | None
+
+
+@dataclass(slots=True)
+class WatchedOp:
+    """An op while it runs and after: operands, the redistributions and collectives inside it, where it was called.
+
+    `backward_of`: in a backward pass, the node that is running; `call_site` is then where its forward was called.
+    """
+
+    func: OpOverload
+    inputs: tuple[Operand, ...]
+    call_site: str
+    backward_of: str = ""
+    outputs: tuple[Operand, ...] = ()
+    moves: list[Move] = field(default_factory=list)
+    events: list[CommEvent] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        return f"{self.backward_of} of {self.call_site}" if self.backward_of else self.call_site
+
+    def add_move(self, plan: RedistributePlan) -> Move:
+        """Note a plan as the move of the first input of that layout and shape that has not moved yet."""
+        moved = [move.input for move in self.moves]
+        at = next(
+            (
+                i
+                for i, x in enumerate(self.inputs)
+                if i not in moved and x.layout is plan.src and x.shape == plan.shape
+            ),
+            None,
+        )
+        self.moves.append(Move(plan, at))
+        return self.moves[-1]
+
+
+class OpWatch(TorchDispatchMode):
+    """A mode that opens a `WatchedOp` around every op on DTensors. Subclasses say what to do with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: WatchedOp | None = None
+        self._sites: Makers[str] = Makers()
+        self._scopes = ExitStack()
+
+    def on_op(self, op: WatchedOp) -> None:
+        """An op has run."""
+
+    def on_move(self, op: WatchedOp, move: Move) -> None:
+        """A redistribution inside an op is about to run."""
+
+    def on_explicit(self, plan: RedistributePlan, site: str) -> None:
+        """A redistribution outside of ops is about to run."""
+
+    def __enter__(self) -> Any:
+        self._scopes.enter_context(observe_comm(_Inside(self)))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._scopes.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(kind is DTensor for kind in types):
+            return func(*args, **kwargs)
+        site, node = self.where()
+        op = WatchedOp(func, Operand.all_of((args, kwargs)), site, node)
+        outer, self._running = self._running, op
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._running = outer
+        op.outputs = Operand.all_of(result)
+        self.on_op(op)
+        return result
+
+    def where(self) -> tuple[str, str]:
+        """The call site of what is running and, in a backward pass, its node's name: then the site is its forward's."""
+        if not in_backward():
+            site = call_site()
+            self._sites.note(site)
+            return site, ""
+        node = running_node()
+        name = "" if node is None else node.name()
+        return self._sites.of_running_node() or call_site(), name or "backward"
+
+
+class _Inside(CommObserver):
+    def __init__(self, watch: OpWatch) -> None:
+        self._watch = watch
+
+    def on_redistribute(self, plan: RedistributePlan) -> None:
+        op = self._watch._running
+        if op is None:
+            self._watch.on_explicit(plan, self._watch.where()[0])
+            return
+        self._watch.on_move(op, op.add_move(plan))
+
+    def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
+        if self._watch._running is not None:
+            self._watch._running.events.append(event)

@@ -1,0 +1,96 @@
+"""A shard map as a picture: a grid per panel, its cells as large as their pieces where that can be read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from longmesh.debug.palette import piece_color, text_color
+from longmesh.debug.picture import Label, Picture, Rectangle
+from longmesh.debug.shard_map import Interval, Panel, ShardMap, panels, span
+
+_MARGIN = 16.0
+_LINE = 18.0
+_CHARACTER = 7.2
+_PANEL_WIDTH, _PANEL_HEIGHT = 300.0, 180.0
+_MIN_HEIGHT = 26.0
+_AXIS_WIDTH, _AXIS_HEIGHT = 64.0, 20.0
+
+
+def draw_shards(held: ShardMap, header: str = "") -> Picture:
+    """The picture of a map, panels in rows of about equal number."""
+    found = panels(held)
+    lines = [header] if header else []
+    lines += [*held.summary] if found else [*held.summary, "no elements"]
+    shapes: list[Rectangle | Label] = [
+        Label(_MARGIN, _MARGIN + (number + 0.5) * _LINE, text, 13, "start", bold=bool(header) and number == 0)
+        for number, text in enumerate(lines)
+    ]
+    top = 2 * _MARGIN + len(lines) * _LINE
+    across = max(1, math.ceil(math.sqrt(len(found))))
+    widths, heights = _sizes(held, found)
+    step_x = _AXIS_WIDTH + sum(widths) + _MARGIN
+    step_y = _LINE + _AXIS_HEIGHT + sum(heights) + _MARGIN
+    for number, panel in enumerate(found):
+        left = _MARGIN + step_x * (number % across)
+        shapes += _panel(held, panel, left, top + step_y * (number // across), widths, heights)
+    text_width = max(len(line) for line in lines) * _CHARACTER * 1.1
+    return Picture(
+        width=2 * _MARGIN + max(text_width, step_x * across),
+        height=top + step_y * math.ceil(len(found) / across) + _MARGIN,
+        shapes=tuple(shapes),
+        title=header or held.summary[0],
+    )
+
+
+def _sizes(held: ShardMap, found: Sequence[Panel]) -> tuple[list[float], list[float]]:
+    """Widths of columns and heights of rows: in proportion, but none too small for its text."""
+    if not found:
+        return [], []
+    panel = found[0]
+    text = max(len(piece.ranks) for piece in held.pieces)
+    min_width = max(text, *(len(span(i)) for i in panel.cols)) * _CHARACTER + 12
+    return _stretch(panel.cols, _PANEL_WIDTH, min_width), _stretch(panel.rows, _PANEL_HEIGHT, _MIN_HEIGHT)
+
+
+def _stretch(intervals: Sequence[Interval], length: float, least: float) -> list[float]:
+    whole = sum(stop - start for start, stop in intervals)
+    return [max(least, length * (stop - start) / whole) for start, stop in intervals]
+
+
+def _panel(
+    held: ShardMap, panel: Panel, left: float, top: float, widths: list[float], heights: list[float]
+) -> list[Rectangle | Label]:
+    shapes: list[Rectangle | Label] = []
+    if panel.title:
+        shapes.append(Label(left, top + _LINE / 2, panel.title, 12, "start", bold=True))
+    grid_left, grid_top = left + _AXIS_WIDTH, top + _LINE + _AXIS_HEIGHT
+    x = grid_left
+    for col, width in zip(panel.cols, widths, strict=True):
+        if panel.col_dim is not None:
+            shapes.append(Label(x + width / 2, grid_top - _AXIS_HEIGHT / 2, span(col), 11))
+        x += width
+    if panel.col_dim is not None:
+        shapes.append(Label(grid_left - 6, grid_top - _AXIS_HEIGHT / 2, f"dim {panel.col_dim}", 11, "end"))
+    y = grid_top
+    for row, height, cells in zip(panel.rows, heights, panel.cells, strict=True):
+        if panel.row_dim is not None:
+            shapes.append(Label(grid_left - 6, y + height / 2, span(row), 11, "end"))
+        x = grid_left
+        for number, width in zip(cells, widths, strict=True):
+            shapes += _cell(held, number, x, y, width, height)
+            x += width
+        y += height
+    if panel.row_dim is not None:
+        shapes.append(Label(left, grid_top + sum(heights) + 9, f"rows: dim {panel.row_dim}", 10, "start"))
+    return shapes
+
+
+def _cell(
+    held: ShardMap, number: int, x: float, y: float, width: float, height: float
+) -> list[Rectangle | Label]:
+    piece = held.pieces[number]
+    color = piece_color(number)
+    where = " ".join(f"dim {dim} {span(interval)}" for dim, interval in enumerate(piece.box)) or "a scalar"
+    box = Rectangle(x, y, width, height, color, f"rank {piece.ranks}: {where}")
+    return [box, Label(x + width / 2, y + height / 2, piece.ranks, 12, color=text_color(color))]
