@@ -27,6 +27,7 @@ from longmesh.tensor.ops import (
     reduction,
     scalar,
     scan,
+    scatter,
     softmax_norm,
     view,
 )
@@ -43,6 +44,7 @@ HANDLERS: dict[OpOverload, Handler] = {
     **loss.HANDLERS,
     **view.HANDLERS,
     **index.HANDLERS,
+    **scatter.HANDLERS,
     **join.HANDLERS,
     **data_dependent.HANDLERS,
     **embedding.HANDLERS,
