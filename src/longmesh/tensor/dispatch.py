@@ -223,6 +223,8 @@ class Dispatcher:
 
 
 _decomposing: ContextVar[bool] = ContextVar("longmesh_decomposing", default=False)
+# Whether plain tensors that meet DTensors are whole on every rank: see experimental.implicit_replication.
+taken_as_replicated: ContextVar[bool] = ContextVar("longmesh_taken_as_replicated", default=False)
 
 # Stands in a key for a plain tensor that is no scalar; no plan is kept for it.
 PLAIN = object()
@@ -418,7 +420,7 @@ def _is_equal_everywhere(tensor: torch.Tensor) -> bool:
     """
     if tensor.numel() <= 1 or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         return True
-    if _decomposing.get():
+    if _decomposing.get() or taken_as_replicated.get():
         return True
     if tensor.numel() > 1 and all(
         step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1

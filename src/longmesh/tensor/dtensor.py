@@ -95,7 +95,7 @@ class DTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return dispatching.dispatch(func, args, kwargs or {})
+        return dispatching.dispatch(func, args, kwargs)
 
     # -- made from and turned into plain tensors -----------------------------------------------
 

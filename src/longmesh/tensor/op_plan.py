@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from longmesh.comm import MeshComm
+from longmesh.comm import MeshComm, comm_of
 from longmesh.rules import LocalView, Meta, OpCall, OutMeta, find_rule
 from longmesh.spec import Layout
 from longmesh.tensor.held import Held
@@ -20,11 +21,14 @@ from longmesh.tensor.tree import map_tensors
 
 
 class Output:
-    """Layout and global meta of one tensor output. `held` is filled in when its dtype is first seen."""
+    """Mesh, layout and global meta of one tensor output. `held` is filled in when its dtype is first seen."""
 
-    __slots__ = ("held", "layout", "shape", "stride")
+    __slots__ = ("held", "layout", "mesh", "shape", "stride")
 
-    def __init__(self, layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> None:
+        self.mesh = mesh
         self.layout = layout
         self.shape = shape
         self.stride = stride
@@ -37,8 +41,8 @@ class OpPlan:
 
     `inputs`: the layout each tensor argument is brought to. `local_call` on the local parts, its static
     arguments replaced by `rewritten(locals)` where they depend on the rank. `outputs`: of the results.
-    `written`: the argument an in-place op returns. `is_plain`: called on the parts as they lie, its arguments in
-    a row. `is_view`: of a view op, `is_copy` if its result holds moved data.
+    `written`: the argument an in-place op returns. `is_plain`: called on the parts as they lie, put in the
+    place of their tensors. `is_view`: of a view op, `is_copy` if its result holds moved data.
     Without a `local_call` the op goes another way: by its `functional` form and a copy, by `decomposition`, or
     replicated.
     """
@@ -57,7 +61,7 @@ class OpPlan:
     note: str = ""
 
 
-def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], comm: MeshComm) -> OpPlan:
+def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> OpPlan:
     """Plan an op call whose tensor arguments are all DTensors. Pure."""
     functional = functional_form(func)
     rule = find_rule(rule_name(functional or func))
@@ -80,30 +84,50 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], c
     choice = choose(call, rule.axis_rules(call), tuple(layouts), pinned=None if functional is None else 0)
     if choice is None or (functional is not None and outputs[0].shape != metas[0].shape):
         return OpPlan(functional=functional)
-    results = tuple(Output(y, m.shape, m.stride) for y, m in zip(choice.outputs, outputs, strict=True))
+    results = tuple(Output(mesh, y, m.shape, m.stride) for y, m in zip(choice.outputs, outputs, strict=True))
     rewritten, local_call = None, func
+    stays = choice.inputs == tuple(layouts)
     if rule.local_args is not None or rule.local_op is not None:
-        view = _local_view(call, choice.inputs, choice.outputs, comm)
-        if rule.local_args is not None:
-            static = rule.local_args(call, view)
-            rewritten = None if _equal(static, (meta_args, meta_kwargs)) else _rewriter(static)
+        view = _local_view(call, choice.inputs, choice.outputs, comm_of(mesh))
         if rule.local_op is not None:
             local_call = rule.local_op(call, view) or func
             if local_call is not func and functional is not None:
                 return OpPlan(functional=functional)
-    stays = choice.inputs == tuple(layouts)
-    flat = not kwargs and not any(isinstance(a, (list, tuple)) and _has_meta(a) for a in meta_args)
+        if rule.local_args is not None:
+            static = rule.local_args(call, view)
+            if not _equal(static, (meta_args, meta_kwargs)):
+                rewritten = _rewriter(static)
+                if stays and _leads(static, 1) and _leads((meta_args, meta_kwargs), 1):
+                    rewritten, local_call = None, _with_static(local_call, static[0][1:])
     return OpPlan(
         inputs=choice.inputs,
         outputs=results,
         single=results[0] if len(results) == 1 and returns_one_tensor(func) else None,
-        local_call=local_call._op if isinstance(local_call, OpOverload) else local_call,
+        local_call=quick_call(local_call) if isinstance(local_call, OpOverload) else local_call,
         rewritten=rewritten,
-        is_plain=flat and rewritten is None and stays,
+        is_plain=rewritten is None and stays,
         written=0 if functional is not None else None,
         is_view=functional is None and is_view(func),
         is_copy=not stays or _pends_more(choice.inputs, choice.outputs),
     )
+
+
+def _leads(static: tuple[tuple[Any, ...], dict[str, Any]], count: int) -> bool:
+    """Whether the arguments are `count` tensors followed by others, and no keywords."""
+    args, kwargs = static
+    return (
+        not kwargs
+        and all(isinstance(a, Meta) for a in args[:count])
+        and not any(
+            isinstance(m, Meta) for a in args[count:] for m in (a if isinstance(a, (list, tuple)) else [a])
+        )
+    )
+
+
+def _with_static(op: Callable[..., Any], rest: tuple[Any, ...]) -> Callable[..., Any]:
+    """A call on one local part whose other arguments are this rank's, not the given ones."""
+    call = quick_call(op) if isinstance(op, OpOverload) else op
+    return lambda part, *given: call(part, *rest)
 
 
 def is_view(func: OpOverload) -> bool:
@@ -123,10 +147,6 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(_equal, a, b))
     return type(a) is type(b) and a == b
-
-
-def _has_meta(value: Any) -> bool:
-    return any(isinstance(v, Meta) for v in value)
 
 
 def _rewriter(
@@ -213,6 +233,15 @@ def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         return func.decompose
     return None
+
+
+def is_pointwise(func: OpOverload) -> bool:
+    return torch.Tag.pointwise in func.tags or func._schema.name.startswith("aten::_foreach_")
+
+
+def quick_call(func: OpOverload) -> Callable[..., Any]:
+    """The cheapest way to call an op on plain tensors."""
+    return func._op
 
 
 def returns_one_tensor(func: OpOverload) -> bool:
