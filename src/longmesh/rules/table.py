@@ -25,6 +25,7 @@ from longmesh.rules import (
     strided,
     view,
 )
+from longmesh.rules.registered import registered
 from longmesh.rules.rule import Rule
 
 TABLE: dict[str, Rule] = {
@@ -50,4 +51,4 @@ TABLE: dict[str, Rule] = {
 
 def find_rule(name: str) -> Rule | None:
     """The rule of an aten overload such as "add.Tensor"."""
-    return TABLE.get(name) or pointwise_table.by_tag(name)
+    return registered.get(name) or TABLE.get(name) or pointwise_table.by_tag(name)
