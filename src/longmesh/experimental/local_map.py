@@ -1,0 +1,198 @@
+"""local_map: a function of plain tensors, applied to the local parts of DTensors.
+
+    normalize = local_map(fn, out_placements=[Shard(0)], in_placements=([Shard(0)],))
+    y = normalize(x)                      # x: 5 rows on 2 ranks; fn sees 3 and 2 of them; y: 5 rows
+
+Where an input is cut in unequal parts, the ranks tell each other the sizes of their outputs, so that the outputs'
+global shapes are right; where all parts are equal, outputs are taken to be equal, too, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from longmesh.comm import comm_of
+from longmesh.comm.verify import gather_rows
+from longmesh.errors import LongmeshError
+from longmesh.spec import Layout, Placement
+from longmesh.tensor import DTensor
+from longmesh.tensor.arguments import normalize_placements
+
+PlacementType = Sequence[Placement] | None
+InputPlacements = tuple[PlacementType, ...] | None
+OutputPlacements = PlacementType | tuple[PlacementType, ...]
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: OutputPlacements = None,
+    in_placements: InputPlacements = None,
+    in_grad_placements: InputPlacements = None,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """`func` on the local parts of its DTensor arguments; its tensors come back as DTensors laid out as told.
+
+    The placements go by the flattened positional arguments and results, None for what is no DTensor. An input that
+    does not lie as `in_placements` says is an error, or with `redistribute_inputs` brought there.
+    `in_grad_placements` say how the gradients that `func` gives its inputs lie, where not as the inputs. Keyword
+    arguments are passed on. Without DTensor arguments it is just `func`. Without `func`, a decorator.
+    Collective: every rank of the mesh.
+    """
+    if func is None:
+        return functools.partial(  # pyright: ignore[reportReturnType]
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    function = func
+
+    @functools.wraps(function)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        flat, structure = pytree.tree_flatten(args)
+        given = [leaf for leaf in flat if isinstance(leaf, DTensor)]
+        _check_counts(flat, in_placements, "in_placements")
+        _check_counts(flat, in_grad_placements, "in_grad_placements")
+        if not given:
+            return function(*args, **kwargs)
+        inputs = [_bring(leaf, i, in_placements, redistribute_inputs) for i, leaf in enumerate(flat)]
+        is_uneven = any(_is_uneven(leaf) for leaf in inputs if isinstance(leaf, DTensor))
+        locals_ = [_local(leaf, i, in_grad_placements) for i, leaf in enumerate(inputs)]
+        result = function(*pytree.tree_unflatten(locals_, structure), **kwargs)
+        mesh = given[0].device_mesh if device_mesh is None else device_mesh
+        return _wrap(result, mesh, out_placements, is_uneven)
+
+    return mapped
+
+
+def _check_counts(flat: list[Any], placements: InputPlacements, name: str) -> None:
+    if placements is not None and len(placements) != len(flat):
+        raise LongmeshError(
+            f"local_map: {name} has {len(placements)} entries for {len(flat)} (flattened) positional arguments; give "
+            "one for each, None for what is no tensor"
+        )
+
+
+def _bring(leaf: Any, position: int, placements: InputPlacements, redistribute: bool) -> Any:
+    """An argument as `in_placements` wants it."""
+    if placements is None:
+        return leaf
+    wanted = placements[position]
+    if not isinstance(leaf, DTensor):
+        if wanted is not None and not isinstance(leaf, torch.Tensor):
+            raise LongmeshError(
+                f"local_map: argument {position} is a {type(leaf).__name__} and has in_placements {tuple(wanted)}; "
+                "give None for what is no tensor"
+            )
+        return leaf
+    if wanted is None:
+        raise LongmeshError(
+            f"local_map: argument {position} is a DTensor laid out as {leaf.placements} and its in_placements are "
+            "None; say how it must lie"
+        )
+    layout = normalize_placements(wanted, leaf.ndim, "local_map(in_placements)")
+    if leaf.placements == layout:
+        return leaf
+    if not redistribute:
+        raise LongmeshError(
+            f"local_map: argument {position} lies as {leaf.placements} and in_placements want {layout}; redistribute() "
+            "it first, or pass redistribute_inputs=True"
+        )
+    return leaf.redistribute(placements=layout)
+
+
+def _local(leaf: Any, position: int, placements: InputPlacements) -> Any:
+    if not isinstance(leaf, DTensor):
+        return leaf
+    grads = None if placements is None else placements[position]
+    if placements is not None and grads is None:
+        raise LongmeshError(
+            f"local_map: argument {position} is a DTensor and its in_grad_placements are None; say how its gradient "
+            "lies"
+        )
+    local = leaf.to_local(grad_placements=grads)
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def _is_uneven(tensor: DTensor) -> bool:
+    """Whether the ranks' parts differ in size. The same answer on every rank."""
+    layout = tensor._layout
+    counts = {dim: torch.Size(layout.mesh.sizes[a] for a in axes).numel() for dim, axes in layout.shard_order}
+    return any(tensor.shape[dim] % count for dim, count in counts.items())
+
+
+def _wrap(result: Any, mesh: DeviceMesh, placements: OutputPlacements, is_uneven: bool) -> Any:
+    flat, structure = pytree.tree_flatten(result)
+    wanted = placements if isinstance(placements, tuple) and not _is_one_layout(placements) else (placements,)
+    if len(wanted) != len(flat):
+        raise LongmeshError(
+            f"local_map: out_placements has {len(wanted)} entries for {len(flat)} (flattened) results; give a tuple "
+            "with one for each, None for what is no tensor"
+        )
+    wrapped = [
+        _wrap_one(leaf, i, mesh, w, is_uneven) for i, (leaf, w) in enumerate(zip(flat, wanted, strict=True))
+    ]
+    return pytree.tree_unflatten(wrapped, structure)
+
+
+def _is_one_layout(placements: tuple[Any, ...]) -> bool:
+    """A tuple of placements is one output's layout; a tuple of such tuples or None is several outputs'."""
+    return bool(placements) and all(isinstance(p, Placement) for p in placements)
+
+
+def _wrap_one(leaf: Any, position: int, mesh: DeviceMesh, placements: Any, is_uneven: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        if placements is not None:
+            raise LongmeshError(
+                f"local_map: result {position} is a {type(leaf).__name__} and has out_placements {tuple(placements)}; "
+                "give None for what is no tensor"
+            )
+        return leaf
+    if isinstance(leaf, DTensor):
+        raise LongmeshError(
+            f"local_map: result {position} is a DTensor already; the function gets plain tensors and returns plain ones"
+        )
+    if placements is None:
+        raise LongmeshError(
+            f"local_map: result {position} is a tensor and its out_placements are None; say how it lies"
+        )
+    layout = Layout(mesh, normalize_placements(placements, leaf.ndim, "local_map(out_placements)"))
+    layout.check_ndim(leaf.ndim, leaf.shape)
+    shape = _agreed_shape(leaf, layout, mesh, position) if is_uneven and layout.shard_dims else None
+    return DTensor.from_local(leaf, mesh, layout.placements, shape=shape)
+
+
+def _agreed_shape(local: torch.Tensor, layout: Layout, mesh: DeviceMesh, position: int) -> tuple[int, ...]:
+    """The global shape that all ranks' parts make up together. Collective; raises on all ranks or on none."""
+    comm = comm_of(mesh)
+    group, rows = gather_rows(local.shape, comm, local.device)
+    shapes = dict(zip(group.members, rows, strict=True))
+    if len({len(row) for row in rows}) > 1:
+        raise LongmeshError(
+            f"local_map: the ranks' parts of result {position} differ in their number of dims: {rows}"
+        )
+    shape = list(local.shape)
+    for dim, axes in layout.shard_order:
+        origin = [0] * layout.mesh.ndim
+        others = [c for c in shapes if all(c[a] == origin[a] for a in range(len(c)) if a not in axes)]
+        shape[dim] = sum(shapes[c][dim] for c in others)
+    for coordinate, have in shapes.items():
+        want = list(layout.local_shape(shape, coordinate))
+        if have != want:
+            raise LongmeshError(
+                f"local_map: result {position} laid out as {layout} on {layout.mesh} would have the shape "
+                f"{tuple(shape)}, of which coordinate {coordinate} holds {tuple(want)}, but its part is {tuple(have)}; "
+                "return parts as chunking makes them"
+            )
+    return tuple(shape)
