@@ -36,7 +36,7 @@ class Redistribution:
 
     kind: Literal["asked", "implicit", "inside"]
     plan: RedistributePlan
-    call_site: str
+    where: str
     input: int | None = None
 
     @property
@@ -110,8 +110,8 @@ class _Recorder(OpWatch):
     def on_op(self, op: WatchedOp) -> None:
         self.steps.append(_explain_op(op))
 
-    def on_explicit(self, plan: RedistributePlan, site: str) -> None:
-        self.steps.append(Redistribution("asked", plan, site))
+    def on_explicit(self, plan: RedistributePlan, where: str) -> None:
+        self.steps.append(Redistribution("asked", plan, where))
 
 
 def _explain_op(op: WatchedOp) -> ExplainedOp:
@@ -174,7 +174,7 @@ def _lines(explanation: Explanation) -> list[tuple[str, str]]:
         if isinstance(step, ExplainedOp):
             lines += _op_lines(number, step)
         else:
-            lines.append((f"{number:4}  redistribution, asked for at {step.call_site}", "cyan"))
+            lines.append((f"{number:4}  redistribution, asked for at {step.where}", "cyan"))
             lines += [(f"      {line}", "cyan") for line in step.plan.explain().splitlines()]
     implicit, asked = explanation.implicit, explanation._of_kind("asked")
     summary = (

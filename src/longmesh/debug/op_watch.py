@@ -49,22 +49,14 @@ class Move:
 
 @dataclass(slots=True)
 class WatchedOp:
-    """An op while it runs and after: operands, the redistributions and collectives inside it, where it was called.
-
-    `backward_of`: in a backward pass, the node that is running; `call_site` is then where its forward was called.
-    """
+    """An op while it runs and after: operands, the redistributions and collectives inside it, where it was called."""
 
     func: OpOverload
     inputs: tuple[Operand, ...]
-    call_site: str
-    backward_of: str = ""
+    where: str
     outputs: tuple[Operand, ...] = ()
     moves: list[Move] = field(default_factory=list)
     events: list[CommEvent] = field(default_factory=list)
-
-    @property
-    def where(self) -> str:
-        return f"{self.backward_of} of {self.call_site}" if self.backward_of else self.call_site
 
     def add_move(self, plan: RedistributePlan) -> Move:
         """Note a plan as the move of the first input of that layout and shape that has not moved yet."""
@@ -96,7 +88,7 @@ class OpWatch(TorchDispatchMode):
     def on_move(self, op: WatchedOp, move: Move) -> None:
         """A redistribution inside an op is about to run."""
 
-    def on_explicit(self, plan: RedistributePlan, site: str) -> None:
+    def on_explicit(self, plan: RedistributePlan, where: str) -> None:
         """A redistribution outside of ops is about to run."""
 
     def __enter__(self) -> Any:
@@ -113,8 +105,7 @@ class OpWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(kind is DTensor for kind in types):
             return func(*args, **kwargs)
-        site, node = self.where()
-        op = WatchedOp(func, Operand.all_of((args, kwargs)), site, node)
+        op = WatchedOp(func, Operand.all_of((args, kwargs)), self.where())
         outer, self._running = self._running, op
         try:
             result = func(*args, **kwargs)
@@ -124,15 +115,16 @@ class OpWatch(TorchDispatchMode):
         self.on_op(op)
         return result
 
-    def where(self) -> tuple[str, str]:
-        """The call site of what is running and, in a backward pass, its node's name: then the site is its forward's."""
+    def where(self) -> str:
+        """The call site of what is running; in a backward pass its node and the call site of its forward, if seen."""
         if not in_backward():
             site = call_site()
             self._sites.note(site)
-            return site, ""
+            return site
         node = running_node()
-        name = "" if node is None else node.name()
-        return self._sites.of_running_node() or call_site(), name or "backward"
+        name = "backward" if node is None else node.name()
+        forward = self._sites.of_running_node()
+        return f"{name} of {forward}" if forward else f"{name}, run from {call_site()}"
 
 
 class _Inside(CommObserver):
@@ -142,7 +134,7 @@ class _Inside(CommObserver):
     def on_redistribute(self, plan: RedistributePlan) -> None:
         op = self._watch._running
         if op is None:
-            self._watch.on_explicit(plan, self._watch.where()[0])
+            self._watch.on_explicit(plan, self._watch.where())
             return
         self._watch.on_move(op, op.add_move(plan))
 
