@@ -199,12 +199,11 @@ def _move_cost(
             isinstance(before, Partial) and isinstance(after, Partial) and before.reduce_op != after.reduce_op
         )
         if turned or (isinstance(after, Partial) and isinstance(before, Shard)):
-            # Padding a shard into a pending sum is free now and an all_reduce of the whole later. A sum turned
-            # into an average is rounded twice.
+            # Padding a shard into a pending sum is free now and an all_reduce of the whole later. A pending average, or
+            # a sum turned into one, is rounded once more than what it costs as much to gather.
             whole = Layout.replicated(have.mesh)
             cost += (
-                plan_redistribute(have, whole, shape=meta.shape, itemsize=meta.dtype.itemsize).cost_us
-                + turned
+                plan_redistribute(have, whole, shape=meta.shape, itemsize=meta.dtype.itemsize).cost_us + 1.0
             )
     costs[index, want] = cost
     return cost
