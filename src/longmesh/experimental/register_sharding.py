@@ -21,7 +21,7 @@ from longmesh.experimental.rule_check import check_rule
 from longmesh.experimental.written import run_written
 from longmesh.rules.registered import registered
 from longmesh.rules.rule import AxisRule, Meta, OpCall, OutMeta, Rule
-from longmesh.spec import Layout, MeshShape, Placement
+from longmesh.spec import Placement, Shard
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.op_plan import facts_of, rule_name, run_on_meta
@@ -125,5 +125,8 @@ def _tensors_by_schema(op: OpOverload, call: OpCall) -> list[Meta]:
 def _checked(op: OpOverload, number: int, placement: Placement, shape: Sequence[int]) -> Placement:
     where = f"register_sharding({op}), line {number}"
     (placement,) = normalize_placements((placement,), len(shape), where)
-    Layout(MeshShape((1,)), (placement,)).check_ndim(len(shape), shape)
+    if isinstance(placement, Shard) and placement.dim >= len(shape):
+        raise LongmeshError(
+            f"{where}: {placement!r} is out of range for a tensor of shape {tuple(shape)}; list only dims that it has"
+        )
     return placement

@@ -134,8 +134,10 @@ def _compare(parts: list[torch.Tensor], placement: Placement, whole: torch.Tenso
     if isinstance(placement, Shard):
         wanted = [whole.narrow(placement.dim, *b) for b in _bounds(whole, placement, len(parts))]
     elif isinstance(placement, Partial):
-        stacked = torch.stack(parts)
-        parts, wanted = [_reduced(stacked, placement.reduce_op)], [whole]
+        odd = [tuple(part.shape) for part in parts if part.shape != whole.shape]
+        if odd:
+            return f"is pending and has terms of shape {odd[0]}, not {tuple(whole.shape)}"
+        parts, wanted = [_reduced(torch.stack(parts), placement.reduce_op)], [whole]
     else:
         wanted = [whole] * len(parts)
     for rank, (have, want) in enumerate(zip(parts, wanted, strict=True)):
