@@ -31,6 +31,7 @@ from longmesh.spec import (
     TensorMeta,
 )
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
+from longmesh.tensor.foreign import refuse_fsdp
 from longmesh.tensor.held import Held, hold
 from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
@@ -53,6 +54,9 @@ class DTensor(torch.Tensor):
     _lookup: PendingLookup | None = None
     # Where a view that had to be copied comes from; no slot either.
     _origin: ViewOrigin | None = None
+
+    # What fully_shard asks a parameter for: it knows only torch's own class.
+    _fsdp_orig_uid = fsdp_pre_all_gather = property(refuse_fsdp)
 
     # Ops run in __torch_dispatch__ below autograd; no Python runs above it.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch._ops import OpOverload
 
+from longmesh.tensor import foreign
 from longmesh.tensor.dispatch import Handler
 from longmesh.tensor.ops import (
     arg_reduction,
@@ -53,4 +54,5 @@ HANDLERS: dict[OpOverload, Handler] = {
     **linalg.HANDLERS,
     **random.HANDLERS,
     **dropout.HANDLERS,
+    **foreign.HANDLERS,
 }

@@ -1,0 +1,61 @@
+"""Those who know only plain tensors or torch's own DTensor are told so, before anything is sent.
+
+torch.distributed's collectives, and with them DistributedDataParallel, would exchange a wrapper that holds no data;
+FSDP2 would take a longmesh DTensor for a plain tensor. FSDP2 asks a parameter for the attributes below first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch._ops import OpOverload
+
+from longmesh.errors import LongmeshError
+
+c10d = torch.ops.c10d
+
+
+def refuse_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """A handler of torch.distributed's collectives."""
+    name = func._schema.name.removeprefix("c10d::").strip("_")
+    raise LongmeshError(
+        f"torch.distributed's {name} takes plain tensors, got a longmesh DTensor; use its to_local(), or redistribute() "
+        "it. DistributedDataParallel can't hold DTensor parameters: convert the module with longmesh.interop.to_torch, "
+        "or make data parallelism an axis of your mesh"
+    )
+
+
+def refuse_fsdp(tensor: torch.Tensor) -> NoReturn:
+    """The getter of what fully_shard asks a parameter for."""
+    raise LongmeshError(
+        "fully_shard (FSDP2) takes plain parameters or torch's own DTensor, got a longmesh DTensor of shape "
+        f"{tuple(tensor.shape)}; convert the module with longmesh.interop.to_torch first, or make data parallelism an "
+        "axis of your mesh"
+    )
+
+
+_COLLECTIVES = (
+    "_allgather_base_",
+    "_reduce_scatter_base_",
+    "allgather_",
+    "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+    "allreduce_",
+    "allreduce_coalesced_",
+    "alltoall_",
+    "alltoall_base_",
+    "broadcast_",
+    "gather_",
+    "recv_",
+    "reduce_",
+    "reduce_scatter_",
+    "reduce_scatter_tensor_coalesced_",
+    "scatter_",
+    "send",
+)
+
+HANDLERS: dict[OpOverload, Callable[..., NoReturn]] = {
+    getattr(c10d, name).default: refuse_collective for name in _COLLECTIVES
+}
