@@ -21,7 +21,7 @@ def refuse_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     """A handler of torch.distributed's collectives."""
     name = func._schema.name.removeprefix("c10d::").strip("_")
     raise LongmeshError(
-        f"torch.distributed's {name} takes plain tensors, got a longmesh DTensor; use its to_local(), or redistribute() "
+        f"torch.distributed's {name} takes plain tensors, got a longmesh DTensor; use its to_local() or redistribute() "
         "it. DistributedDataParallel can't hold DTensor parameters: convert the module with longmesh.interop.to_torch, "
         "or make data parallelism an axis of your mesh"
     )
