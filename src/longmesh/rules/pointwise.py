@@ -162,14 +162,15 @@ def identity(call: OpCall) -> list[AxisRule]:
 
 
 def convert(call: OpCall) -> list[AxisRule]:
-    """_to_copy. Sums survive a change to floats, or from integers to integers; order survives between floats."""
+    """_to_copy. Sums survive a change to floats, or from integers to integers; order survives
+    between floats. In half precision the terms of a sum would be rounded, by more than the sum is."""
     before = call.tensors[0].dtype
     after = call.get("dtype") or before
     if before == after:
         return identity(call)
     lines = shard_lines(call)
-    to_float = after.is_floating_point or after.is_complex
     from_int = not (before.is_floating_point or before.is_complex)
+    to_float = (after.is_floating_point or after.is_complex) and (from_int or _is_exact_enough(before, after))
     if to_float or (from_int and after is not torch.bool):
         lines += pending_lines(call, [(0,)], P, P)
     if to_float:
@@ -177,6 +178,10 @@ def convert(call: OpCall) -> list[AxisRule]:
     if before.is_floating_point and after.is_floating_point:
         lines += pending_lines(call, [(0,)], MIN, MIN) + pending_lines(call, [(0,)], MAX, MAX)
     return lines
+
+
+def _is_exact_enough(before: torch.dtype, after: torch.dtype) -> bool:
+    return torch.finfo(after).eps <= max(torch.finfo(before).eps, torch.finfo(torch.float32).eps)
 
 
 def fill_where(call: OpCall) -> list[AxisRule]:

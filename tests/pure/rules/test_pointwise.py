@@ -139,6 +139,8 @@ def test_what_stays_pending():
     assert ((P,), P) not in lines_of(lambda: x * float("inf"))
     assert ((P,), P) in lines_of(lambda: x.float())
     assert ((P,), P) not in lines_of(lambda: x.int())
+    assert ((P,), P) not in lines_of(lambda: x.bfloat16())
+    assert ((P,), P) in lines_of(lambda: x.bfloat16().half().float())
     assert ((P,), P) in lines_of(lambda: x.long().int())
     assert ((P,), P) not in lines_of(lambda: (x > 0).float())
     assert ((MIN,), MIN) not in lines_of(lambda: x.sqrt())
