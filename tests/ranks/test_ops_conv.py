@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from longmesh import Replicate, Shard
+from longmesh import Replicate, Shard, distribute_tensor
 from longmesh.comm import record_comm
+from longmesh.testing import cpu_mesh
 from support.op_check import compare_op
 
 CONVS = [
@@ -74,12 +75,46 @@ def test_random_layouts(pool, mesh_shape, ranks):
     assert pool.run(random_layouts, mesh_shape, ranks=ranks)[0] == []
 
 
+POOLS = [
+    (F.max_pool1d, (3, 2, 11), {"kernel_size": 3, "stride": 2, "padding": 1}),
+    (F.max_pool2d, (2, 3, 9, 7), {"kernel_size": 3, "stride": 2, "padding": 1}),
+    (F.max_pool2d, (3, 8, 5), {"kernel_size": (2, 3), "dilation": (3, 1)}),
+    (F.max_pool2d, (1, 2, 7, 5), {"kernel_size": 2, "ceil_mode": True}),
+    (F.max_pool3d, (2, 1, 4, 5, 6), {"kernel_size": 2, "stride": 1}),
+    (F.avg_pool1d, (2, 3, 10), {"kernel_size": 4, "stride": 3, "padding": 2}),
+    (F.avg_pool2d, (2, 3, 9, 8), {"kernel_size": 3, "stride": 2, "padding": 1}),
+    (F.avg_pool2d, (2, 3, 9, 8), {"kernel_size": 3, "padding": 1, "count_include_pad": False}),
+    (F.avg_pool2d, (3, 2, 6), {"kernel_size": (1, 2), "divisor_override": 3}),
+    (F.avg_pool3d, (1, 2, 4, 5, 6), {"kernel_size": 2}),
+]
+
+
+def pools(mesh_shape):
+    """Every dim cut on one axis, then random layouts; the places of the maxima too."""
+    torch.manual_seed(0)
+    found = []
+    for case, (fn, shape, options) in enumerate(POOLS):
+        x = torch.randn(shape, dtype=torch.float64)
+        if "max" in fn.__name__:
+            options = {**options, "return_indices": True}
+        program = lambda x, f=fn, o=options: f(x, **o)  # noqa: E731
+        if len(mesh_shape) == 1:
+            found += [
+                text for dim in range(x.ndim) for text in compare_op(program, [x], mesh_shape, [[Shard(dim)]])
+            ]
+        found += compare_op(program, [x], mesh_shape, trials=3, seed=case)
+    infinite = torch.full((1, 1, 6, 4), -torch.inf, dtype=torch.float64)
+    program = lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True)  # noqa: E731
+    return found + compare_op(program, [infinite], mesh_shape, seed=1)
+
+
+@pytest.mark.parametrize(("mesh_shape", "ranks"), [((3,), 3), ((4,), 4), ((2, 2), 4)])
+def test_pools(pool, mesh_shape, ranks):
+    assert pool.run(pools, mesh_shape, ranks=ranks)[0] == []
+
+
 def halo_bytes():
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from longmesh import distribute_tensor
-
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = cpu_mesh(4)
     x = distribute_tensor(torch.randn(2, 3, 16, 8), mesh, [Shard(2)])
     w = distribute_tensor(torch.randn(4, 3, 3, 3), mesh, [Replicate()])
     with record_comm() as same:
@@ -88,6 +123,9 @@ def halo_bytes():
         z = F.conv2d(
             x, distribute_tensor(torch.randn(4, 3, 4, 4), mesh, [Replicate()], src_data_rank=None), stride=4
         )
+    with record_comm() as pooled:
+        F.max_pool2d(x, 3, 1, 1)
+    assert [(e.kind, e.sent_bytes) for e in pooled.events] == [(e.kind, e.sent_bytes) for e in same.events]
     return [(e.kind, e.sent_bytes) for e in same.events], len(patches.events), y.placements, z.placements
 
 
