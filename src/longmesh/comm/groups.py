@@ -58,6 +58,12 @@ class MeshComm:
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
         self._groups: dict[tuple[int, ...], AxisGroup] = {}
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        mesh = self._mesh()
+        assert mesh is not None, "a MeshComm lives no longer than its mesh"
+        return mesh
+
     def group(self, axes: tuple[int, ...]) -> AxisGroup:
         """The group over `axes`. Collective over them the first time, if there are several."""
         group = self._groups.get(axes)

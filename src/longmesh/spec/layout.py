@@ -21,11 +21,23 @@ from longmesh.spec.shard_order import ShardOrder, ShardOrderEntry, default_shard
 class Layout:
     """Mesh shape + placements + shard order. Interned: equal means identical."""
 
-    __slots__ = ("__weakref__", "_cuts", "mesh", "placements", "shard_order")
+    __slots__ = (
+        "__weakref__",
+        "_cuts",
+        "is_replicated",
+        "mesh",
+        "partial_axes",
+        "placements",
+        "shard_dims",
+        "shard_order",
+    )
 
     mesh: MeshShape
     placements: tuple[Placement, ...]
     shard_order: ShardOrder
+    shard_dims: tuple[int, ...]  # the tensor dims that some axis cuts, sorted
+    partial_axes: tuple[int, ...]  # the axes on which a reduction is pending
+    is_replicated: bool  # on every axis
     _cuts: dict[int, tuple[int, ...]]
 
     def __new__(
@@ -49,23 +61,9 @@ class Layout:
         return self._cuts.get(dim, ())
 
     @property
-    def shard_dims(self) -> tuple[int, ...]:
-        """The tensor dims that some axis cuts, sorted."""
-        return tuple(self._cuts)
-
-    @property
-    def partial_axes(self) -> tuple[int, ...]:
-        """The axes on which a reduction is pending."""
-        return tuple(a for a, p in enumerate(self.placements) if isinstance(p, Partial))
-
-    @property
     def num_shards(self) -> int:
         """Into how many pieces the tensor is cut."""
         return _product(self.mesh.sizes[a] for axes in self._cuts.values() for a in axes)
-
-    @property
-    def is_replicated(self) -> bool:
-        return all(isinstance(p, Replicate) for p in self.placements)
 
     @property
     def is_default_order(self) -> bool:
@@ -150,6 +148,9 @@ def _intern(mesh: MeshShape, placements: tuple[Placement, ...], order: ShardOrde
     layout.mesh = mesh
     layout.placements = placements
     layout.shard_order = order
+    layout.shard_dims = tuple(dim for dim, _ in order)
+    layout.partial_axes = tuple(a for a, p in enumerate(placements) if isinstance(p, Partial))
+    layout.is_replicated = all(isinstance(p, Replicate) for p in placements)
     layout._cuts = dict(order)  # pyright: ignore[reportPrivateUsage]
     return layout
 

@@ -7,6 +7,7 @@ only where local tensors do: a rank's term of an average over n ranks counts 1/n
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +15,39 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.comm import comm_of, run_plan
+from longmesh.comm import MeshComm, comm_of, run_plan
 from longmesh.comm.verify import broadcast_replicas, verify_local_shapes
 from longmesh.errors import LongmeshError
-from longmesh.plan import plan_redistribute
 from longmesh.spec import Layout, Partial, Placement, Replicate
+from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.held import hold
+from longmesh.tensor.held import Held, hold
 from longmesh.tensor.mask_buffer import settled_layout
-from longmesh.tensor.meta import even_global_shape, global_stride
+from longmesh.tensor.meta import (
+    check_averages,
+    contiguous_stride,
+    even_global_shape,
+    global_stride,
+    stride_like,
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def held_of_parts(
+    comm: MeshComm,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...] | None,
+    dtype: torch.dtype,
+) -> Held:
+    """What equal parts of `shape` make up; `stride` of a part, None if it is contiguous."""
+    ndim = len(shape)
+    layout = Layout(comm.shape, normalize_placements(placements, ndim, "from_local"))
+    layout.check_ndim(ndim, shape)
+    check_averages(layout, dtype)
+    whole = even_global_shape(layout, shape)
+    strides = contiguous_stride(whole) if stride is None else stride_like(whole, stride)
+    return hold(comm.mesh, layout, whole, strides, dtype)
 
 
 def from_local(
@@ -78,21 +103,25 @@ def move(
     tensor: DTensor, layout: Layout, *, async_op: bool = False, dtype: torch.dtype | None = None
 ) -> DTensor:
     """Redistribute without autograd. Collective."""
+    if tensor._lookup is not None and tensor._layout is layout and dtype is None:
+        return tensor
+    local = part_moved(tensor, layout, async_op=async_op, dtype=dtype)
+    return DTensor(local, tensor._mesh, layout, tensor.shape, global_stride(tensor.shape, local))
+
+
+def part_moved(
+    tensor: DTensor, layout: Layout, *, async_op: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """This rank's part of the tensor in another layout. Collective."""
     if tensor._lookup is not None:
-        if tensor._layout is layout and dtype is None:
-            return tensor
         settle_lookup(tensor)
-    local = tensor._local_tensor
+    local, held = tensor._local_tensor, tensor._held
     if dtype is not None:
         local = local.to(dtype)
-    source = tensor._layout
-    if source is not layout:
-        shape = [
-            int(size) for size in tensor.shape
-        ]  # a plan is for concrete sizes: a compiler specialises here
-        plan = plan_redistribute(source, layout, shape=shape, itemsize=local.element_size())
-        local = run_plan(plan, local, comm_of(tensor._mesh), async_op=async_op)
-    return DTensor(local, tensor._mesh, layout, tensor.shape, global_stride(tensor.shape, local))
+        held = hold(held.mesh, held.layout, held.shape, held.stride, dtype)
+    if held.layout is not layout:
+        local = run_plan(held.route(layout), local, held.comm, async_op=async_op)
+    return local
 
 
 def settle_lookup(tensor: DTensor) -> None:

@@ -10,10 +10,12 @@ names it, once.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from torch.utils._mode_utils import no_dispatch
 from longmesh.errors import LongmeshError
 from longmesh.rules.lookup import can_read
 from longmesh.spec import Layout
-from longmesh.tensor.autograd import move, settle_lookup
+from longmesh.tensor.autograd import move, part_moved, settle_lookup
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.held import hold
 from longmesh.tensor.op_plan import OpPlan, Output, is_pointwise, make_plan
@@ -140,11 +142,16 @@ class Dispatcher:
             if writes_plain(func, args, kwargs):
                 args, kwargs = map_tensors(value_of, (args, kwargs))
                 return func(*args, **kwargs)
-            if not share_mesh(all_tensors((args, kwargs))):
+            tensors = all_tensors((args, kwargs))
+            if not share_mesh(tensors):
                 args, kwargs = replicate_plain(func, args, kwargs)
                 return self._run(table, args, kwargs, is_usual=False)
-            whole_args, whole_kwargs = replicate_plain(func, args, kwargs)
-            plan = make_plan(func, whole_args, whole_kwargs, first_mesh(args, kwargs))
+            if all(type(t) is DTensor for t in tensors):
+                plan = make_plan(func, args, kwargs, first_mesh(args, kwargs))
+            else:
+                whole_args, whole_kwargs = replicate_plain(func, args, kwargs)
+                plan = make_plan(func, whole_args, whole_kwargs, first_mesh(args, kwargs))
+                plan = replace(plan, has_numbers=True)
             self._keep(plan, table, args, kwargs, is_usual=is_usual)
         return self._execute(plan, func, args, kwargs)
 
@@ -160,7 +167,8 @@ class Dispatcher:
         plans = table.usual if is_usual else table.plans
         if len(plans) >= _MAX_PLANS:
             plans.clear()
-        plans[exact_key(args, kwargs, table.reads_floats or not is_usual)] = plan
+        with contextlib.suppress(TypeError):  # symbolic sizes don't hash
+            plans[exact_key(args, kwargs, table.reads_floats or not is_usual)] = plan
 
     def _execute(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.is_plain:
@@ -168,7 +176,7 @@ class Dispatcher:
             local_args = [describe(value, []) for value in args]
             local = plan.local_call(*local_args, **describe_named(kwargs, []))
             return self._finish(plan, local, func, args, kwargs)
-        if any(type(t) is not DTensor for t in all_tensors((args, kwargs))):
+        if plan.has_numbers:
             args, kwargs = replicate_plain(func, args, kwargs)
         if plan.local_call is None:
             return self._without_rule(plan, func, args, kwargs)
@@ -240,6 +248,16 @@ def describe(value: Any, parts: list[Any], reads_floats: bool = True) -> Any:
     if kind is list or kind is tuple:
         parts.append(list)
         parts.append(len(value))
+        first = type(value[0]) if value else None
+        if first is int:  # sizes, dims: all of them integers, or symbols that don't hash
+            parts += value
+            return value
+        if first is DTensor:
+            try:
+                parts += [v._held for v in value]
+                return [v._local_tensor for v in value]
+            except AttributeError:  # a plain tensor among them
+                pass
         return [describe(v, parts, reads_floats) for v in value]
     if kind is float:
         parts.append(float)
@@ -291,11 +309,12 @@ def _call_locally(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     def to_local(tensor: torch.Tensor) -> torch.Tensor:
         layout = next(moves)
         assert isinstance(tensor, DTensor)
-        local = tensor._local_tensor if tensor._layout is layout else move(tensor, layout)._local_tensor
+        local = tensor._local_tensor if tensor._held.layout is layout else part_moved(tensor, layout)
         tensors.append(local)
         return local
 
-    local_args, local_kwargs = map_tensors(to_local, (args, kwargs))
+    local_args = [to_local(a) if type(a) is DTensor else map_tensors(to_local, a) for a in args]
+    local_kwargs = map_tensors(to_local, kwargs)
     if plan.rewritten is not None:
         local_args, local_kwargs = plan.rewritten(tensors)
     assert plan.local_call is not None
@@ -318,8 +337,9 @@ def wrap(local: torch.Tensor, output: Output) -> DTensor:
 
 def wrap_all(result: Any, outputs: tuple[Output, ...]) -> Any:
     """Wrap the tensors of a result, in order; everything else is passed on."""
-    if type(result) is tuple and len(result) == len(outputs):
-        return tuple(map(wrap, result, outputs))
+    kind = type(result)
+    if (kind is tuple or kind is list) and len(result) == len(outputs):
+        return kind(map(wrap, result, outputs))
     following = iter(outputs)
     return map_tensors(lambda tensor: wrap(tensor, next(following)), result)
 
@@ -391,6 +411,7 @@ def replicate_plain(
     """Take plain operands that must be equal on all ranks as replicated, and scalars of other meshes too."""
     mesh = common_mesh(args, kwargs)
     whole = Layout.replicated(mesh)
+    written = [id(kwargs.get(a.name)) for a in func._schema.arguments if a.is_out]
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
@@ -402,7 +423,8 @@ def replicate_plain(
                     "(full_tensor(), then distribute_tensor())"
                 )
             tensor = value_of(tensor)
-        if not _is_equal_everywhere(tensor) and not _is_added_mask(func, tensor):
+        is_equal = id(tensor) in written or _is_equal_everywhere(tensor) or _is_added_mask(func, tensor)
+        if not is_equal:
             shapes = ", ".join(_show(t) for t in all_tensors((args, kwargs)))
             raise LongmeshError(
                 f"{func} mixes a DTensor with a plain tensor: {shapes}. Wrap the plain one with "

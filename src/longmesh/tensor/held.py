@@ -14,13 +14,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.comm import MeshComm, comm_of
+from longmesh.plan import RedistributePlan, plan_redistribute
 from longmesh.spec import Layout
 
 
 class Held:
     """How a tensor is held. Interned unless `is_symbolic`: equal means identical."""
 
-    __slots__ = ("comm", "dtype", "is_symbolic", "layout", "mesh", "shape", "stride")
+    __slots__ = ("comm", "dtype", "is_symbolic", "layout", "mesh", "routes", "shape", "stride")
 
     comm: MeshComm
     mesh: DeviceMesh
@@ -29,9 +30,21 @@ class Held:
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_symbolic: bool
+    # Plans to other layouts, once made.
+    routes: dict[Layout, RedistributePlan]
 
     def with_layout(self, layout: Layout) -> Held:
         return hold(self.mesh, layout, self.shape, self.stride, self.dtype)
+
+    def route(self, layout: Layout) -> RedistributePlan:
+        """The plan from here to `layout`. For concrete sizes: a compiler specialises here."""
+        plan = self.routes.get(layout)
+        if plan is None:
+            shape = [int(size) for size in self.shape]
+            plan = plan_redistribute(self.layout, layout, shape=shape, itemsize=self.dtype.itemsize)
+            if not self.is_symbolic:
+                self.routes[layout] = plan
+        return plan
 
 
 class _Registry:
@@ -63,6 +76,7 @@ class _Registry:
         held.mesh = mesh
         held.comm, held.layout, held.shape, held.stride, held.dtype = key
         held.is_symbolic = is_symbolic
+        held.routes = {}
         return held
 
 

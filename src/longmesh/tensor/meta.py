@@ -26,10 +26,12 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def global_stride(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
     """The stride of a dense tensor of `shape` whose dims lie in memory as those of `local` do."""
-    if local.is_contiguous():
-        return contiguous_stride(shape)
-    order = sorted(range(local.ndim), key=lambda d: (-local.stride(d), d))
-    return dense_stride(shape, order)
+    return contiguous_stride(shape) if local.is_contiguous() else stride_like(shape, local.stride())
+
+
+def stride_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a dense tensor of `shape` whose dims lie in the order of `stride`."""
+    return dense_stride(shape, sorted(range(len(stride)), key=lambda d: (-stride[d], d)))
 
 
 def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:

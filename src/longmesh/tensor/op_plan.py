@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._decomp import decomposition_table
@@ -42,7 +43,8 @@ class OpPlan:
     `inputs`: the layout each tensor argument is brought to. `local_call` on the local parts, its static
     arguments replaced by `rewritten(locals)` where they depend on the rank. `outputs`: of the results.
     `written`: the argument an in-place op returns. `is_plain`: called on the parts as they lie, put in the
-    place of their tensors. `is_view`: of a view op, `is_copy` if its result holds moved data.
+    place of their tensors. `is_view`: of a view op, `is_copy` if its result holds moved data. `has_numbers`: of a call
+    with plain scalars among its tensors, as torch makes of x * 2.0.
     Without a `local_call` the op goes another way: by its `functional` form and a copy, by `decomposition`, or
     replicated.
     """
@@ -56,16 +58,40 @@ class OpPlan:
     written: int | None = None
     is_view: bool = False
     is_copy: bool = False
+    has_numbers: bool = False
     functional: OpOverload | None = None
     decomposition: Callable[..., Any] | None = None
     note: str = ""
 
 
+class OpFacts(NamedTuple):
+    """What an op's schema says."""
+
+    functional: OpOverload | None
+    rule_name: str
+    has_out: bool
+    returns_one_tensor: bool
+    is_view: bool
+
+
+@functools.cache
+def facts_of(func: OpOverload) -> OpFacts:
+    functional = functional_form(func)
+    return OpFacts(
+        functional,
+        rule_name(functional or func),
+        any(a.is_out for a in func._schema.arguments),
+        returns_one_tensor(func),
+        is_view(func),
+    )
+
+
 def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> OpPlan:
     """Plan an op call whose tensor arguments are all DTensors. Pure."""
-    functional = functional_form(func)
-    rule = find_rule(rule_name(functional or func))
-    if rule is None or any(a.is_out for a in func._schema.arguments):
+    facts = facts_of(func)
+    functional = facts.functional
+    rule = find_rule(facts.rule_name)
+    if rule is None or facts.has_out:
         if functional is not None:
             return OpPlan(functional=functional)
         return OpPlan(decomposition=decomposition_of(func))
@@ -102,12 +128,12 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], m
     return OpPlan(
         inputs=choice.inputs,
         outputs=results,
-        single=results[0] if len(results) == 1 and returns_one_tensor(func) else None,
+        single=results[0] if len(results) == 1 and facts.returns_one_tensor else None,
         local_call=quick_call(local_call) if isinstance(local_call, OpOverload) else local_call,
         rewritten=rewritten,
         is_plain=rewritten is None and stays,
         written=0 if functional is not None else None,
-        is_view=functional is None and is_view(func),
+        is_view=functional is None and facts.is_view,
         is_copy=not stays or _pends_more(choice.inputs, choice.outputs),
     )
 
@@ -132,7 +158,8 @@ def _with_static(op: Callable[..., Any], rest: tuple[Any, ...]) -> Callable[...,
 
 def is_view(func: OpOverload) -> bool:
     """Whether the op's results share the memory of its first argument."""
-    first = func._schema.arguments[0].alias_info
+    arguments = func._schema.arguments
+    first = arguments[0].alias_info if arguments else None
     return first is not None and not first.is_write
 
 
@@ -239,8 +266,21 @@ def is_pointwise(func: OpOverload) -> bool:
     return torch.Tag.pointwise in func.tags or func._schema.name.startswith("aten::_foreach_")
 
 
+# Ops whose Python binding takes what the op takes, in its order: the binding is cheaper than the op itself.
+_BOUND = frozenset(
+    (
+        "_log_softmax", "_softmax", "abs", "add.Tensor", "addmm", "amax", "bmm", "cat", "clone", "cos", "detach",
+        "div.Tensor", "exp", "log", "mm", "mul.Tensor", "native_layer_norm", "neg", "relu", "rsqrt", "sigmoid", "sin",
+        "sqrt", "sub.Tensor", "sum.dim_IntList", "t", "tanh", "transpose.int",
+    )
+)  # fmt: skip
+
+
 def quick_call(func: OpOverload) -> Callable[..., Any]:
     """The cheapest way to call an op on plain tensors."""
+    name = rule_name(func).removesuffix(".default")
+    if name in _BOUND:
+        return getattr(torch, name.partition(".")[0])
     return func._op
 
 

@@ -65,13 +65,20 @@ def view_route(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) 
 
 def check_view(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) -> None:
     """Raise if a view of `before` as `after` can't keep the layout, and say which fix."""
+    refusal = _refusal(layout, before, after)
+    if refusal is not None and not _is_below_autograd():
+        raise LongmeshError(refusal)
+
+
+@functools.lru_cache(maxsize=4096)
+def _refusal(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) -> str | None:
     if -1 in after:
         after = resolved_size(before, after)
     if math.prod(before) != math.prod(after):
-        return
+        return None
     route = view_route(layout, before, after)
-    if route is None or _is_below_autograd():
-        return
+    if route is None:
+        return None
     mesh = layout.mesh
     dim = route.lost[0] if route.lost else route.resized[0][0]
     axes = layout.cuts(dim)
@@ -82,8 +89,8 @@ def check_view(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) 
     else:
         size = after[route.resized[0][1]] if after[route.resized[0][1]] % parts else before[dim]
         why = f"{size} is not a multiple of it"
-    raise LongmeshError(
-        f"cannot view {before} as {after}: dim {dim} is sharded over {over} ({parts} ranks) and {why}; use "
+    return (
+        f"cannot view {tuple(before)} as {after}: dim {dim} is sharded over {over} ({parts} ranks) and {why}; use "
         "reshape(), which may redistribute, or redistribute to Replicate() first"
     )
 

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from longmesh.comm import comm_of
 from longmesh.spec import Layout, Replicate
-from longmesh.tensor.dispatch import Handler, dispatch
+from longmesh.tensor.dispatch import USUAL, Handler
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import contiguous_stride
 from longmesh.tensor.ops.pieces import (
@@ -43,7 +43,7 @@ def along_dim(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     x: DTensor = given["self"]
     dims = as_dims(given["dim"], x.ndim)
     if not is_ours(x, dims):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     x = settled(x)
     keepdim, largest = given["keepdim"], "max" in func._schema.name
     values, indices = (_best_of_all if given["dim"] is None else _best_along)(x, dims, largest)
@@ -100,7 +100,7 @@ def top(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x: DTensor = given["self"]
     dims = as_dims(given["dim"], x.ndim) if x.ndim else ()
     if not dims or not is_ours(x, dims) or not 0 < given["k"] <= x.shape[dims[0]]:
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     x = settled(x)
     k, (dim,), largest = given["k"], dims, given["largest"]
     axes = cutting_axes(x._layout, dims)

@@ -17,9 +17,9 @@ from longmesh.rules.lookup import check_range
 from longmesh.rules.scatter import own_or_spare
 from longmesh.spec import Layout, MaskPartial, Partial, Placement, Replicate, Shard
 from longmesh.tensor.autograd import move
-from longmesh.tensor.dispatch import Handler, dispatch, replicate_plain
+from longmesh.tensor.dispatch import USUAL, Handler, dispatch, replicate_plain
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.mask_buffer import PendingLookup
+from longmesh.tensor.mask_buffer import PendingLookup, settled_layout
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.ops.recut import interval
 
@@ -48,7 +48,8 @@ def copy_pending(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     """detach, alias and clone of a pending lookup are pending, too."""
     tensor = args[0]
     if tensor._lookup is None:
-        return dispatch.run(func, args, kwargs)
+        is_pending = settled_layout(tensor._layout) is not tensor._layout
+        return dispatch.run(func, args, kwargs) if is_pending else USUAL
     result = DTensor(
         func(tensor._local_tensor, **kwargs), tensor._mesh, tensor._layout, tensor.shape, tensor.stride()
     )

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from longmesh.rules.pointwise import elementwise_meta
+from longmesh.rules.rule import Meta
 from longmesh.spec import Layout, MaskPartial, Partial
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import Handler
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import global_stride
+from longmesh.tensor.op_plan import OpPlan, Output
 
 aten = torch.ops.aten
 
@@ -90,6 +93,8 @@ def foreach(name: str, overload: str, *, writes: bool) -> Handler:
         )
         alike = [_lie_alike(lead, others, is_linear) for lead, others in members]
         if all(alike):
+            if _has_only_lists(args, kwargs):
+                return _plan_together(func, lists, writes)
             return _run_together(func, args, kwargs, leads, writes)
         results: list[Any] = [None] * len(leads)
         together = [i for i, ok in enumerate(alike) if ok]
@@ -107,6 +112,25 @@ def foreach(name: str, overload: str, *, writes: bool) -> Handler:
         return None if writes else results
 
     return handler
+
+
+def _has_only_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether every tensor is a DTensor and a member of a list."""
+    lists = [a for a in args if _is_tensor_list(a)]
+    return all(type(t) is DTensor for tensors in lists for t in tensors) and not any(
+        isinstance(a, torch.Tensor) for a in (*args, *kwargs.values())
+    )
+
+
+def _plan_together(func: OpOverload, lists: list[Any], writes: bool) -> OpPlan:
+    """One call on everybody's parts, for all calls alike."""
+    outputs: list[Output] = []
+    for members in [] if writes else zip(*lists, strict=True):
+        lead = members[0]
+        metas = [Meta(i, tuple(t.shape), t.stride(), t.dtype) for i, t in enumerate(members)]
+        stride = elementwise_meta(metas[0].shape, metas).stride
+        outputs.append(Output(lead._mesh, lead._layout, metas[0].shape, stride))
+    return OpPlan(outputs=tuple(outputs), local_call=func._op, is_plain=True)
 
 
 def _choose(value: Any, indices: list[int]) -> Any:

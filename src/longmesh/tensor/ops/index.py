@@ -12,7 +12,7 @@ from longmesh.comm.intervals import Interval, exchange_intervals
 from longmesh.rules.index import slice_range
 from longmesh.spec import Coordinate, MaskPartial, Partial
 from longmesh.tensor.autograd import move
-from longmesh.tensor.dispatch import Handler, dispatch, replicate_plain
+from longmesh.tensor.dispatch import USUAL, Handler, dispatch, replicate_plain
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_plan import is_view
 from longmesh.tensor.ops.pieces import bind, settled
@@ -42,7 +42,7 @@ def slice_tensor(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     tensor = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(tensor.ndim, 1)
     if not tensor._layout.cuts(dim):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     given = bind(func, args, kwargs)
     step = given["step"]
     first, count = slice_range(tensor.shape[dim], given["start"], given["end"], step)
@@ -77,7 +77,7 @@ def slice_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     grad, sizes, step = given["grad_output"], given["input_sizes"], given["step"]
     dim = given["dim"] % len(sizes)
     if not grad._layout.cuts(dim):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     grad = linear_or_settled(grad)
     layout, count = grad._layout, grad.shape[dim]
     first, _ = slice_range(sizes[dim], given["start"], given["end"], step)
@@ -102,7 +102,7 @@ def slice_scatter(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     tensor, source, step = given["self"], given["src"], given["step"]
     dim = given["dim"] % max(tensor.ndim, 1)
     if not tensor._layout.cuts(dim):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     tensor = settled(tensor)
     layout, size = tensor._layout, tensor.shape[dim]
     source = move(source, layout)
@@ -133,7 +133,7 @@ def split(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     tensor = args[0]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % max(tensor.ndim, 1)
     if not tensor._layout.cuts(dim):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     given = bind(func, args, kwargs)
     sizes = given.get("split_sizes")
     total = tensor.shape[dim]
@@ -153,7 +153,7 @@ def index_by_mask(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     """Boolean indices are the positions of their true elements, the same on every rank."""
     indices = args[1]
     if not any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     args, kwargs = replicate_plain(func, args, kwargs)
     tensor, indices, *rest = args
     mask = indices[0]

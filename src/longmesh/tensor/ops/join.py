@@ -12,7 +12,7 @@ from longmesh.comm import comm_of
 from longmesh.comm.intervals import Interval
 from longmesh.spec import Coordinate
 from longmesh.tensor.autograd import move
-from longmesh.tensor.dispatch import Handler, dispatch, replicate_plain
+from longmesh.tensor.dispatch import USUAL, Handler, dispatch, replicate_plain
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.ops.index import linear_or_settled
 from longmesh.tensor.ops.pieces import bind, settled
@@ -25,15 +25,15 @@ def cat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given: list[Any] = args[0]
     tensors = [t for t in given if t.shape != (0,)]
     if not tensors:
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(tensors[0].ndim, 1)
     if not any(type(t) is DTensor and t._layout.cuts(dim) for t in tensors):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     everything, _ = replicate_plain(func, (list(given),), {})
     tensors = [t for t in everything[0] if t.shape != (0,)]
     cut = [t for t in tensors if t._layout.cuts(dim)]
     if any(_others(t, dim) != _others(tensors[0], dim) for t in tensors):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     layout = settled(max(cut, key=torch.Tensor.numel))._layout
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in given))
     pieces = [move(t, layout)._local_tensor.to(dtype) for t in tensors]
@@ -59,7 +59,7 @@ def constant_pad(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     widths = {tensor.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
     cut = [d for d, width in widths.items() if tensor._layout.cuts(d) and width != (0, 0)]
     if not cut or any(tensor.shape[d] + sum(widths[d]) < 0 for d in widths):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     tensor = linear_or_settled(tensor) if value == 0 else settled(tensor)
     for d in cut:
         tensor = _pad_cut_dim(tensor, d, *widths[d], value)
@@ -84,7 +84,7 @@ def flip(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     dims = [d % max(tensor.ndim, 1) for d in dims]
     cut = [d for d in dims if tensor._layout.cuts(d)]
     if not cut:
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     tensor = linear_or_settled(tensor)
     layout, shape = tensor._layout, tensor.shape
     local = tensor._local_tensor.flip(dims)
@@ -105,7 +105,7 @@ def roll(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return tensor.reshape(-1).roll(shifts, 0).reshape(tensor.shape) if tensor.ndim else tensor.clone()
     dims = [d % max(tensor.ndim, 1) for d in dims]
     if not any(tensor._layout.cuts(d) for d in dims):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     for shift, dim in zip(shifts, dims, strict=True):
         if tensor._layout.cuts(dim) and tensor.shape[dim]:
             tensor = _roll_cut_dim(linear_or_settled(tensor), dim, shift % tensor.shape[dim])
@@ -135,7 +135,7 @@ def repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     new = len(repeats) - tensor.ndim
     cut = [d for d in range(tensor.ndim) if tensor._layout.cuts(d) and repeats[d + new] > 1]
     if new < 0 or not cut:
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     for d in cut:
         tensor = dispatch(aten.cat.default, ([tensor] * repeats[d + new], d), {})
         repeats[d + new] = 1

@@ -13,7 +13,7 @@ import torch
 from torch._ops import OpOverload
 
 from longmesh.spec import Partial
-from longmesh.tensor.dispatch import Handler, dispatch
+from longmesh.tensor.dispatch import USUAL, Handler
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import contiguous_stride
 from longmesh.tensor.ops.pieces import (
@@ -37,7 +37,7 @@ def variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     x: DTensor = given["self"]
     dims = as_dims(given["dim"], x.ndim)
     if not cutting_axes(x._layout, dims) or not (x.is_floating_point() or x.is_complex()):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     correction = 1 if given["correction"] is None else given["correction"]
     dtype, keepdim = x.dtype, given["keepdim"]
     wide = settled(x).to(torch.float32) if dtype in _HALVES else settled(x)
@@ -64,7 +64,7 @@ def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     order = float(given["ord"])
     dims = as_dims(given["dim"], x.ndim)
     if order in (0, 1) or math.isinf(order) or not x.numel() or not cutting_axes(x._layout, dims):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     x = settled(x)
     dtype = (given["dtype"] or x.dtype).to_real()
     wide = given["dtype"] or x.dtype
@@ -83,7 +83,7 @@ def log_sum_exp(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     x: DTensor = given["self"]
     dims = as_dims(given["dim"], x.ndim)
     if not x.numel() or not cutting_axes(x._layout, dims) or x.is_complex():
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
     wide = settled(x).to(torch.float32 if dtype in _HALVES else dtype)
     top = settled(wide.amax(dims, keepdim=True))

@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from longmesh.comm import comm_of
-from longmesh.tensor.dispatch import Handler, dispatch
+from longmesh.tensor.dispatch import USUAL, Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import contiguous_stride
 from longmesh.tensor.ops.pieces import as_dims, bind, cutting_axes, gather_members, settled
@@ -35,7 +35,7 @@ def scanning(
         x: DTensor = given["self"]
         dims = as_dims(given["dim"], x.ndim)
         if not x.numel() or not cutting_axes(x._layout, dims):
-            return dispatch.run(func, args, kwargs)
+            return USUAL
         x = _ready(x, given.get("dtype"))
         (dim,) = dims
         local = scan(x._local_tensor, dim)
@@ -80,7 +80,7 @@ def running_extremum(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     x, dim = args
     dims = as_dims(dim, x.ndim)
     if not x.numel() or not cutting_axes(x._layout, dims):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     x = settled(x)
     (dim,) = dims
     is_max = func is aten.cummax.default
@@ -105,7 +105,7 @@ def histogram(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     x: DTensor = given["self"]
     low, high = given["min"], given["max"]
     if low != high or not x.numel() or x._layout.is_replicated:
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     low, high = (settled(v)._local_tensor.item() for v in torch.aminmax(settled(x)))
     if low == high:
         low, high = low - 1, high + 1

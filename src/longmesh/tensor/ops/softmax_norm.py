@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from longmesh.tensor.dispatch import Handler, dispatch
+from longmesh.tensor.dispatch import USUAL, Handler
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.ops.pieces import as_dims, cutting_axes, settled
 
@@ -33,7 +33,7 @@ def softmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     x, dim, half_to_float = args
     dims = as_dims(dim, x.ndim)
     if not x.numel() or not cutting_axes(x._layout, dims) or not x.is_floating_point():
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     dtype = torch.float32 if half_to_float else x.dtype
     wide = widened(x)
     shifted = wide - settled(wide.amax(dims, keepdim=True))
@@ -48,7 +48,7 @@ def softmax_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     grad, output, dim, input_dtype = args
     dims = as_dims(dim, output.ndim)
     if not output.numel() or not cutting_axes(output._layout, dims) or not output.is_floating_point():
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     grad, output = widened(grad), widened(output)
     if func is aten._log_softmax_backward_data.default:
         return (grad - output.exp() * settled(grad.sum(dims, keepdim=True))).to(input_dtype)
@@ -61,7 +61,7 @@ def layer_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     x, normalized, weight, bias, eps = args
     dims = _normalized_dims(x, normalized)
     if not dims or not x.numel() or not cutting_axes(x._layout, dims):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     wide = widened(x)
     mean = settled(wide.mean(dims, keepdim=True))
     centred = wide - mean
@@ -80,7 +80,7 @@ def layer_norm_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     grad, x, normalized, mean, rstd, weight, bias, mask = args
     dims = _normalized_dims(x, normalized)
     if not dims or not x.numel() or not cutting_axes(x._layout, dims):
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     grad, wide = widened(grad), widened(x)
     unit = (wide - mean) * rstd
     results: list[Any] = [None, None, None]

@@ -19,7 +19,7 @@ from longmesh.comm.intervals import exchange_intervals
 from longmesh.rules.view import resolved_size, view_groups
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import move
-from longmesh.tensor.dispatch import Handler, dispatch
+from longmesh.tensor.dispatch import USUAL, Handler
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import global_stride
 from longmesh.tensor.op_plan import is_view
@@ -35,10 +35,10 @@ def view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     tensor = args[0]
     held = tensor._held
     if held.is_symbolic or not held.layout.shard_dims:
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     route, after = _planned(held.layout, held.shape, tuple(args[1] if len(args) > 1 else kwargs["size"]))
     if route is None or not route.resized:
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     result = _exchange(tensor, route, after)
     if is_view(func):
         remember_origin(result, func, args, kwargs)
