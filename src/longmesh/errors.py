@@ -15,3 +15,7 @@ class NotDistributedError(RuntimeError):
 
 class CollectiveError(RuntimeError):
     """A collective that did not end, or that the ranks did not enter alike."""
+
+
+class CheckpointError(LongmeshError):
+    """A checkpoint that can't be written, or does not fit what is to be loaded, or is damaged."""

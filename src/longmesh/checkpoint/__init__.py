@@ -1,0 +1,15 @@
+"""State to disk and back, onto any mesh, layout or number of ranks.
+
+    save(model.state_dict(), "run/step-100")            # every rank writes what it holds
+    load(state, "run/step-100")                         # every rank reads what it is to hold
+    save_safetensors(model.state_dict(), "model.safetensors")
+    load_safetensors(state, "model.safetensors")
+
+The format of `save` is torch.distributed.checkpoint's: its `load` reads ours and ours reads its. A save replaces what
+was there in one step when all is written: cut off before, it leaves the previous checkpoint as it was. All ranks
+call these functions, with a file system that all of them see; without a process group they work in one process.
+"""
+
+from longmesh.checkpoint.api import load, load_safetensors, save, save_safetensors
+
+__all__ = ["load", "load_safetensors", "save", "save_safetensors"]

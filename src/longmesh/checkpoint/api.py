@@ -1,0 +1,111 @@
+"""save, load, save_safetensors, load_safetensors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from longmesh.checkpoint.directory import DirectoryReader, DirectoryWriter
+from longmesh.checkpoint.planner import LoadPlanner, SavePlanner
+from longmesh.checkpoint.replace import readable_path, remove, staging_path
+from longmesh.checkpoint.safetensors_storage import SafetensorsReader, SafetensorsWriter
+from longmesh.errors import CheckpointError
+
+_PathLike = str | os.PathLike[str]
+
+
+def save(state_dict: dict[str, Any], path: _PathLike) -> None:
+    """Write a state dict (DTensors, tensors, plain values, nested) as the checkpoint directory `path`.
+
+    Each rank writes the shards it holds, copies only once, one piece in memory at a time. What was at `path` stays
+    until all is on disk, then it is replaced in one step. Collective: every rank of the world.
+    """
+    _save(state_dict, Path(path), DirectoryWriter(Path(path)), SavePlanner())
+
+
+def load(state_dict: dict[str, Any], path: _PathLike) -> None:
+    """Read the checkpoint `path` into `state_dict`: tensors in place, other values replaced.
+
+    `state_dict` says what to read and into which layouts; they need not be those it was saved from, nor the mesh or
+    the number of ranks. Collective: every rank of the world.
+    """
+    target = readable_path(Path(path))
+    _load(state_dict, target, DirectoryReader(target))
+
+
+def save_safetensors(
+    state_dict: dict[str, Any], path: _PathLike, *, max_file_bytes: int = 5_000_000_000
+) -> None:
+    """Write a state dict of tensors as safetensors: the file `path` if it ends in .safetensors, else a directory.
+
+    A directory gets files of at most `max_file_bytes` (unless one tensor is larger) and Hugging Face's index. Tensors
+    are whole in the files whatever their layouts; nothing is gathered, each rank writes its part in place.
+    Replaced in one step, as by `save`. Collective: every rank of the world.
+    """
+    if max_file_bytes < 1:
+        raise CheckpointError(
+            f"save_safetensors(max_file_bytes={max_file_bytes}): give a positive number of bytes"
+        )
+    target = Path(path)
+    limit = None if target.suffix == ".safetensors" else max_file_bytes
+    _save(state_dict, target, SafetensorsWriter(target, limit), SavePlanner(tensors_only=True))
+
+
+def load_safetensors(state_dict: dict[str, Any], path: _PathLike) -> None:
+    """Read a safetensors file, or a directory of them, into the tensors of `state_dict`, in place.
+
+    Each rank reads its own parts and nothing is sent. Collective: every rank of the world.
+    """
+    target = readable_path(Path(path))
+    _load(state_dict, target, SafetensorsReader(target))
+
+
+def _save(state_dict: dict[str, Any], target: Path, writer: Any, planner: SavePlanner) -> None:
+    with _told_clearly(f"saving {target}"):
+        try:
+            dcp.save(state_dict, storage_writer=writer, planner=planner)
+        except CheckpointException:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                remove(staging_path(target))
+            raise
+
+
+def _load(state_dict: dict[str, Any], path: Path, reader: Any) -> None:
+    with _told_clearly(f"loading {path}"):
+        dcp.load(state_dict, storage_reader=reader, planner=LoadPlanner(str(path), reader))
+
+
+@contextlib.contextmanager
+def _told_clearly(doing: str) -> Iterator[None]:
+    """One error for what failed on some ranks, the same on all of them."""
+    try:
+        with warnings.catch_warnings():
+            # One process needs no process group, and none is asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+            yield
+    except CheckpointException as error:
+        told: dict[str, list[int]] = {}
+        for rank, (cause, _) in sorted(error.failures.items()):
+            own = isinstance(cause, CheckpointError)
+            told.setdefault(str(cause) if own else f"{doing}: {type(cause).__name__}: {cause}", []).append(
+                rank
+            )
+        everywhere = len(told) == 1 and len(error.failures) == _world_size()
+        lines = [text if everywhere else f"{_ranks(ranks)}: {text}" for text, ranks in told.items()]
+        raise CheckpointError("\n".join(lines)) from error
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,187 @@
+"""A checkpoint as torch.distributed.checkpoint lays it out in a directory, with checksums beside it.
+
+.metadata         sizes, and in which file each piece lies (torch's)
+__0_0.distcp      the pieces that rank 0 wrote, one after the other
+.longmesh.json    a CRC-32 of each piece; torch ignores it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from longmesh.checkpoint.replace import backup_path, remove, replace_with_staged, staging_path
+from longmesh.errors import CheckpointError
+
+_CHECKSUMS = ".longmesh.json"
+_OURS = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata(\.tmp)?|\.longmesh\.json")
+_BLOCK = 1 << 20
+
+
+class DirectoryWriter(FileSystemWriter):
+    """Writes beside `target` and takes its place at the end, on the coordinating rank, when all ranks have written."""
+
+    def __init__(self, target: Path) -> None:
+        super().__init__(staging_path(target))
+        self._target = target
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        prepare_directory(self._target, is_ours=lambda name: bool(_OURS.fullmatch(name)))
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        """One piece in memory at a time (torch's own writer keeps every copy it makes until the end)."""
+        results: list[WriteResult] = []
+        name = f"{plan.storage_data.prefix}0.distcp"
+        if plan.items:
+            with open(Path(self.path) / name, "wb") as file:
+                results += [_write_item(file, name, item, planner) for item in plan.items]
+                file.flush()
+                os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        checksums: dict[str, dict[str, int]] = {}
+        for result in (result for per_rank in results for result in per_rank):
+            info, checksum = result.storage_data
+            checksums.setdefault(info.relative_path, {})[str(info.offset)] = checksum
+        plain = [[_without_checksum(result) for result in per_rank] for per_rank in results]
+        super().finish(metadata, plain)
+        (Path(self.path) / _CHECKSUMS).write_text(json.dumps({"crc32": checksums}))
+        replace_with_staged(self._target)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=str(self._target), save_id=self.save_id)
+
+
+def prepare_directory(target: Path, *, is_ours: Callable[[str], bool]) -> None:
+    """An empty staging directory for `target`; refuses a target that holds other things, which would be lost."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file, and a checkpoint is a directory; give another path")
+    if not target.exists() and backup_path(target).exists():  # a replacement was cut off
+        os.rename(backup_path(target), target)
+    strange = sorted(p.name for p in target.iterdir() if not is_ours(p.name)) if target.exists() else []
+    if strange:
+        raise CheckpointError(
+            f"{target} holds what is no part of a checkpoint ({', '.join(strange[:3])}), and saving there would "
+            "remove it; save to a directory of its own"
+        )
+    remove(staging_path(target))
+    staging_path(target).mkdir()
+
+
+class DirectoryReader(FileSystemReader):
+    """Reads a checkpoint directory; pieces with a checksum are checked before they are used.
+
+    If the description can't be read, `problem` says why and an empty one is returned: the planner tells all ranks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.problem: str | None = None
+        self._checksums: dict[str, dict[str, int]] = {}
+        self._reading = ""
+
+    def read_metadata(self) -> Metadata:
+        try:
+            metadata = super().read_metadata()
+            if (Path(self.path) / _CHECKSUMS).exists():
+                self._checksums = json.loads((Path(self.path) / _CHECKSUMS).read_text())["crc32"]
+        except FileNotFoundError:
+            self.problem = f"there is no checkpoint at {self.path}: it has no file .metadata"
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, KeyError) as error:
+            self.problem = f"checkpoint {self.path} is damaged: its description can't be read ({error})"
+        else:
+            return metadata
+        return Metadata({}, storage_data={})
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        except CheckpointError:
+            raise
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"checkpoint {self.path} is damaged: {error.filename} is missing"
+            ) from error
+        except (RuntimeError, EOFError, pickle.UnpicklingError, AssertionError, OSError) as error:
+            text = next(iter(str(error).splitlines()), type(error).__name__)
+            raise CheckpointError(
+                f"checkpoint {self.path} is damaged: {self._reading} can't be read ({text})"
+            ) from error
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        self._reading = sinfo.relative_path
+        expected = self._checksums.get(sinfo.relative_path, {}).get(str(sinfo.offset))
+        if expected is not None and _checksum(file, sinfo) != expected:
+            raise CheckpointError(
+                f"checkpoint {self.path} is damaged: {sinfo.relative_path} is not what was written (bytes "
+                f"{sinfo.offset} to {sinfo.offset + sinfo.length}); take another checkpoint"
+            )
+        return super()._slice_file(file, sinfo)
+
+
+class _Checked:
+    """A file that is written to, and the CRC-32 of what is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.checksum = 0
+
+    def write(self, data: Any) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write_item(file: IO[bytes], name: str, item: WriteItem, planner: Any) -> WriteResult:
+    start = file.tell()
+    checked = _Checked(file)
+    data = planner.resolve_data(item)
+    if isinstance(data, torch.Tensor):
+        own = data.detach().to("cpu")
+        # torch.save writes the whole storage that a view lies in.
+        is_view = own.untyped_storage().nbytes() != own.numel() * own.element_size()
+        torch.save(own.clone() if is_view else own, cast("IO[bytes]", checked))
+    else:
+        checked.write(data.getbuffer())
+    length = file.tell() - start
+    return WriteResult(item.index, length, (_StorageInfo(name, start, length), checked.checksum))
+
+
+def _without_checksum(result: WriteResult) -> WriteResult:
+    return WriteResult(result.index, result.size_in_bytes, result.storage_data[0])
+
+
+def _checksum(file: IO[bytes], info: _StorageInfo) -> int:
+    file.seek(info.offset)
+    checksum, left = 0, info.length
+    while left:
+        block = file.read(min(left, _BLOCK))
+        if not block:
+            return -1  # the file ends too early
+        checksum = zlib.crc32(block, checksum)
+        left -= len(block)
+    return checksum

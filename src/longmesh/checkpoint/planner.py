@@ -1,0 +1,149 @@
+"""Planners of torch.distributed.checkpoint that check before they plan, and bound what is in memory at once.
+
+Errors raised here are gathered: every rank gets them, whichever rank found them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
+
+from longmesh.errors import CheckpointError, LongmeshError
+from longmesh.tensor import DTensor
+
+CHUNK_BYTES = 128 << 20
+
+
+class HasProblem(Protocol):
+    """A storage reader that keeps why it could not read a checkpoint's description."""
+
+    problem: str | None
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans the writes of a state dict: shards of more than `chunk_bytes` in several, so that none is read whole."""
+
+    def __init__(self, *, tensors_only: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
+        super().__init__()
+        self._tensors_only = tensors_only
+        self._chunk_bytes = chunk_bytes
+        self._origins: dict[MetadataIndex, WriteItem] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        self._check()
+        plan = super().create_local_plan()
+        items: list[WriteItem] = []
+        for item in plan.items:
+            for piece in split_item(item, self._chunk_bytes):
+                self._origins[piece.index] = item
+                items.append(piece)
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.tensor_data is None:
+            return super().resolve_data(write_item)
+        whole = self._origins[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
+        tensor = self.lookup_object(whole.index)
+        assert whole.tensor_data is not None
+        start, wanted = whole.tensor_data.chunk.offsets, write_item.tensor_data.chunk
+        for dim, size in enumerate(wanted.sizes):
+            tensor = tensor.narrow(dim, wanted.offsets[dim] - start[dim], size)
+        return self.transform_object(write_item, tensor)
+
+    def _check(self) -> None:
+        for name, value in self.state_dict.items():
+            if isinstance(value, DTensor):
+                try:
+                    value.__create_chunk_list__()
+                except LongmeshError as error:
+                    raise CheckpointError(f"{name!r}: {error}") from error
+            elif self._tensors_only and not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"a safetensors file holds tensors only, and {name!r} is a {type(value).__name__}; take it out, "
+                    "or use longmesh.checkpoint.save"
+                )
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans the reads of a state dict, after comparing all of it with what the checkpoint has.
+
+    `reader.problem` says why the checkpoint's own description could not be read, if so.
+    """
+
+    def __init__(self, path: str, reader: HasProblem) -> None:
+        super().__init__()
+        self._path = path
+        self._reader = reader
+
+    def create_local_plan(self) -> LoadPlan:
+        if self._reader.problem is not None:
+            raise CheckpointError(self._reader.problem)
+        assert isinstance(self.metadata, Metadata)
+        problems = list(find_differences(self.state_dict, self.metadata.state_dict_metadata))
+        if problems:
+            shown = "\n".join(f"  {problem}" for problem in problems[:20])
+            more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+            raise CheckpointError(f"checkpoint {self._path} does not fit the state to load:\n{shown}{more}")
+        return super().create_local_plan()
+
+
+def find_differences(state: dict[str, Any], saved: dict[str, Any]) -> Iterator[str]:
+    """What of `state` the checkpoint lacks or has in another form."""
+    for name, value in state.items():
+        entry = saved.get(name)
+        if entry is None:
+            near = get_close_matches(name, saved, n=2)
+            yield f"{name!r} is not in it" + (f"; it has {' and '.join(map(repr, near))}" if near else "")
+        elif isinstance(value, torch.Tensor) and isinstance(entry, BytesStorageMetadata):
+            yield f"{name!r} is a tensor here and an object there"
+        elif not isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
+            yield f"{name!r} is a {type(value).__name__} here and a tensor there"
+        elif isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
+            if tuple(entry.size) != tuple(value.shape):
+                yield f"{name!r} has shape {tuple(value.shape)} here and {tuple(entry.size)} there"
+            elif isinstance(value, DTensor) and value._layout.partial_axes:
+                yield f"{name!r} has a reduction pending ({value._layout}): make it Shard() or Replicate() to load it"
+
+
+def split_item(item: WriteItem, chunk_bytes: int) -> list[WriteItem]:
+    """`item` in pieces of at most `chunk_bytes`, cut along its first dim that is longer than one."""
+    data = item.tensor_data
+    if data is None:
+        return [item]
+    sizes, offsets = data.chunk.sizes, data.chunk.offsets
+    num_bytes = sizes.numel() * data.properties.dtype.itemsize
+    dim = next((d for d, size in enumerate(sizes) if size > 1), None)
+    if num_bytes <= chunk_bytes or dim is None:
+        return [item]
+    rows = max(1, chunk_bytes // (num_bytes // sizes[dim]))
+    pieces: list[WriteItem] = []
+    for number in range(math.ceil(sizes[dim] / rows)):
+        start, length = number * rows, min(rows, sizes[dim] - number * rows)
+        chunk = ChunkStorageMetadata(
+            offsets=torch.Size((*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])),
+            sizes=torch.Size((*sizes[:dim], length, *sizes[dim + 1 :])),
+        )
+        pieces += split_item(
+            WriteItem(
+                index=MetadataIndex(item.index.fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=replace(data, chunk=chunk),
+            ),
+            chunk_bytes,
+        )
+    return pieces

@@ -1,0 +1,191 @@
+"""The safetensors format: 8 bytes of header length, a JSON header, the tensors' bytes one after the other.
+
+Large states are several such files and an index, as Hugging Face lays them out:
+
+    model-00001-of-00002.safetensors   model-00002-of-00002.safetensors   model.safetensors.index.json
+
+Tensors are whole and row-major in a file, so a rank finds its box of one by arithmetic. Pure, but for reading headers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longmesh.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor's bytes begin: in which file, and at which byte of it."""
+
+    file: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """A file to be made: its first bytes and its size."""
+
+    name: str
+    header: bytes
+    num_bytes: int
+
+
+Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def plan_files(
+    tensors: Sizes, *, max_file_bytes: int | None, file_name: str
+) -> tuple[list[FilePlan], dict[str, TensorPlace]]:
+    """Files for `tensors`: one named `file_name`, or with `max_file_bytes` several (a larger tensor has its own)."""
+    for name, (_, dtype) in tensors.items():
+        if dtype not in _NAMES:
+            raise CheckpointError(
+                f"safetensors has no element type for {dtype}, which {name!r} has; convert it first"
+            )
+    groups = _groups(tensors, max_file_bytes)
+    files: list[FilePlan] = []
+    places: dict[str, TensorPlace] = {}
+    for number, names in enumerate(groups, 1):
+        file = file_name if max_file_bytes is None else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        plan, found = _plan_file(file, {name: tensors[name] for name in names})
+        files.append(plan)
+        places |= found
+    return files, places
+
+
+def make_index(places: dict[str, TensorPlace]) -> str:
+    """The index file of a state in several files."""
+    total = sum(place.num_bytes for place in places.values())
+    weights = {name: place.file for name, place in sorted(places.items())}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2)
+
+
+def read_places(path: Path) -> dict[str, TensorPlace]:
+    """The tensors of a file, or of a directory with an index or with one file `model.safetensors`."""
+    if not path.exists():
+        raise CheckpointError(f"there is no safetensors file or directory at {path}")
+    if not path.is_dir():
+        return _read_header(path)
+    index = path / INDEX
+    if not index.exists():
+        single = path / "model.safetensors"
+        if not single.exists():
+            raise CheckpointError(f"{path} holds neither {INDEX} nor model.safetensors")
+        return _read_header(single)
+    try:
+        weights: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(weights.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged: it is no index of safetensors files ({error})") from error
+    found: dict[str, TensorPlace] = {}
+    for name in names:
+        if not (path / name).exists():
+            raise CheckpointError(f"{path} is incomplete: {name}, which its index names, is missing")
+        found |= _read_header(path / name)
+    lost = sorted(set(weights) - set(found))
+    if lost:
+        raise CheckpointError(f"{path} is damaged: {lost[0]!r} is in its index and in none of its files")
+    return found
+
+
+def _groups(tensors: Sizes, max_file_bytes: int | None) -> list[list[str]]:
+    """Names per file, in the order given."""
+    if max_file_bytes is None:
+        return [list(tensors)]
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, (shape, dtype) in tensors.items():
+        size = math.prod(shape) * dtype.itemsize
+        if groups[-1] and filled + size > max_file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
+
+
+def _plan_file(file: str, tensors: Sizes) -> tuple[FilePlan, dict[str, TensorPlace]]:
+    """Wide element types come first, so that every tensor is aligned to its own."""
+    order = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    end = 0
+    for name in order:
+        shape, dtype = tensors[name]
+        starts[name], end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    places = {name: TensorPlace(file, len(header) + starts[name], *tensors[name]) for name in order}
+    return FilePlan(file, header, len(header) + end), places
+
+
+def _read_header(path: Path) -> dict[str, TensorPlace]:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        first = file.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
+        if 8 + length > size:
+            raise CheckpointError(f"{path} is damaged: {size} bytes are too few for its header")
+        text = file.read(length)
+    try:
+        entries: dict[str, Any] = json.loads(text)
+        places = {
+            name: _place(path.name, 8 + length, entry)
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: its header can't be read ({error})") from error
+    for name, place in places.items():
+        if place.start + place.num_bytes > size:
+            raise CheckpointError(
+                f"{path} is damaged or was cut off: {name!r} ends at byte {place.start + place.num_bytes} of {size}"
+            )
+    return places
+
+
+def _place(file: str, base: int, entry: dict[str, Any]) -> TensorPlace:
+    start, end = entry["data_offsets"]
+    shape: Sequence[int] = entry["shape"]
+    place = TensorPlace(file, base + start, tuple(shape), _DTYPES[entry["dtype"]])
+    if end - start != place.num_bytes:
+        raise ValueError(f"{end - start} bytes for shape {tuple(shape)} of {entry['dtype']}")
+    return place

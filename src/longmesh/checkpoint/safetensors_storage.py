@@ -1,0 +1,188 @@
+"""safetensors files as storage of torch.distributed.checkpoint: every rank writes and reads its own boxes in place.
+
+The coordinating rank makes the files, with headers and at their full size; then each rank puts its boxes where
+they belong. No tensor is ever whole in memory. In the end the files take the place of what was there, in one step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from longmesh.checkpoint.directory import prepare_directory
+from longmesh.checkpoint.replace import remove, replace_with_staged, staging_path
+from longmesh.checkpoint.safetensors_format import (
+    INDEX,
+    Sizes,
+    TensorPlace,
+    make_index,
+    plan_files,
+    read_places,
+)
+from longmesh.errors import CheckpointError
+
+_OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes one file, or with `max_file_bytes` a directory of several."""
+
+    def __init__(self, target: Path, max_file_bytes: int | None) -> None:
+        self._target = target
+        self._max_file_bytes = max_file_bytes
+        self._places: dict[str, TensorPlace] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        files, self._places = plan_files(
+            _sizes(plans), max_file_bytes=self._max_file_bytes, file_name=self._target.name
+        )
+        staged = staging_path(self._target)
+        if self._max_file_bytes is None:
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            if self._target.is_dir():
+                raise CheckpointError(f"{self._target} is a directory; give the path of a file")
+            remove(staged)
+        else:
+            prepare_directory(self._target, is_ours=lambda name: bool(_OURS.fullmatch(name)))
+        for file in files:
+            with open(self._staged(file.name), "wb") as handle:
+                handle.write(file.header)
+                handle.truncate(file.num_bytes)
+        return [replace(plan, storage_data=self._places) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        written: list[WriteResult] = []
+        for item in plan.items:
+            assert item.tensor_data is not None
+            place, chunk = plan.storage_data[item.index.fqn], item.tensor_data.chunk
+            tensor: torch.Tensor = planner.resolve_data(item)
+            if tensor.numel():
+                mapped = _map(self._staged(place.file), place, "r+")
+                mapped[_box(chunk.offsets, chunk.sizes)] = _bytes_of(tensor).numpy()
+                mapped.flush()
+            written.append(WriteResult(item.index, tensor.numel() * tensor.element_size(), None))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if self._max_file_bytes is not None:
+            self._staged(INDEX).write_text(make_index(self._places))
+        replace_with_staged(self._target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def _staged(self, name: str) -> Path:
+        staged = staging_path(self._target)
+        return staged if self._max_file_bytes is None else staged / name
+
+
+class SafetensorsReader(StorageReader):
+    """Reads a file, or a directory of several. `problem`: as in DirectoryReader."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._places: dict[str, TensorPlace] = {}
+        self.problem: str | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self) -> Metadata:
+        try:
+            self._places = read_places(self._path)
+        except (CheckpointError, OSError) as error:
+            self.problem = str(error)
+        return Metadata({name: _describe(place) for name, place in self._places.items()})
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        for item in plan.items:
+            place = self._places[item.storage_index.fqn]
+            target = planner.resolve_tensor(item).detach()
+            if target.numel():
+                file = self._path / place.file if self._path.is_dir() else self._path
+                part = np.array(_map(file, place, "r")[_box(item.storage_offsets, item.lengths)])
+                target.copy_(torch.from_numpy(part).view(place.dtype).reshape(target.shape))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _sizes(plans: list[SavePlan]) -> Sizes:
+    """Shape and element type of every tensor, in the order of the first rank that has it."""
+    found: Sizes = {}
+    for plan in plans:
+        for item in plan.items:
+            assert item.tensor_data is not None
+            found.setdefault(
+                item.index.fqn, (tuple(item.tensor_data.size), item.tensor_data.properties.dtype)
+            )
+    return found
+
+
+def _map(path: Path, place: TensorPlace, mode: Any) -> np.memmap[Any, Any]:
+    """A tensor's bytes in its file, one row of bytes for each element."""
+    return np.memmap(
+        path, dtype=np.uint8, mode=mode, offset=place.start, shape=(*place.shape, place.dtype.itemsize)
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).reshape(*tensor.shape, tensor.element_size())
+
+
+def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+
+
+def _describe(place: TensorPlace) -> TensorStorageMetadata:
+    origin = torch.Size([0] * len(place.shape))
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=place.dtype),
+        size=torch.Size(place.shape),
+        chunks=[ChunkStorageMetadata(offsets=origin, sizes=torch.Size(place.shape))],
+    )
