@@ -15,6 +15,7 @@ from longmesh.comm import record_comm
 from longmesh.debug import CommDebugMode
 from longmesh.testing import cpu_mesh
 
+
 class MLP(nn.Module):
     def __init__(self, hidden):
         super().__init__()
@@ -86,7 +87,13 @@ def count(hidden, directory):
         dump = json.load(file)
     assert mode.get_total_bytes() == log.total_bytes == dump["bytes_forward"] + dump["bytes_backward"]
     waited = dump["waited_us_forward"] + dump["waited_us_backward"]
-    return names(mode.get_comm_counts()), mode.get_total_counts(), by_module(dump), mode.get_sharding_info(), waited
+    return (
+        names(mode.get_comm_counts()),
+        mode.get_total_counts(),
+        by_module(dump),
+        mode.get_sharding_info(),
+        waited,
+    )
 
 
 @pytest.mark.parametrize(("ranks", "hidden"), [(2, 8), (3, 7), (4, 3), (1, 4)])

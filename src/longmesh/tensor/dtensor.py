@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh.comm import comm_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import (
     DTensorSpec,
@@ -41,6 +42,7 @@ from longmesh.tensor.view_route import check_view
 ShardOrderLike = Iterable[tuple[int, Sequence[int]]]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_view = torch.Tensor.view
 
 
 class DTensor(torch.Tensor):
@@ -127,8 +129,11 @@ class DTensor(torch.Tensor):
             raise LongmeshError(
                 "from_local takes this rank's plain tensor, got a DTensor; use redistribute() to move it"
             )
+        given = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+        options = (shape, stride, grad_placements, shard_order)
+        if not run_check and options == (None,) * 4 and not local_tensor.requires_grad:
+            return _of_equal_parts(local_tensor, mesh, given)
         ndim = local_tensor.ndim
-        given = (Replicate(),) * mesh.ndim if placements is None else placements
         layout = Layout(mesh, normalize_placements(given, ndim, "from_local"), shard_order)
         layout.check_ndim(ndim, local_tensor.shape)
         check_averages(layout, local_tensor.dtype)
@@ -180,11 +185,11 @@ class DTensor(torch.Tensor):
 
     def view(self, *size: Any, **kwargs: Any) -> torch.Tensor:
         """As torch's, on the same local memory: an error where the layout can't be kept; reshape() moves data."""
-        dims = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+        dims = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
         held = self._held
-        if held.layout.shard_dims and not held.is_symbolic and dims and all(type(d) is int for d in dims):
-            check_view(held.layout, tuple(held.shape), tuple(dims))
-        return super().view(*size, **kwargs)
+        if held.layout.shard_dims and not held.is_symbolic and set(map(type, dims)) == {int}:
+            check_view(held.layout, held.shape, dims)
+        return _view(self, *size, **kwargs)
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -302,6 +307,25 @@ class DTensor(torch.Tensor):
         from longmesh.tensor.checkpointable import tensor_shard
 
         return tensor_shard(self, index)
+
+
+def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """from_local's common case."""
+    stride = None if local.is_contiguous() else local.stride()
+    of_parts = autograd.held_of_parts
+    if any(type(size) is not int for size in local.shape):  # symbolic sizes don't hash
+        of_parts = of_parts.__wrapped__
+    held = of_parts(comm_of(mesh), placements, local.shape, stride, local.dtype)
+    return _wrap(local.detach(), held)
+
+
+def _wrap(local: torch.Tensor, held: Held) -> DTensor:
+    result = _make_wrapper(
+        DTensor, held.shape, held.stride, 0, None, held.dtype, torch.strided, local.device, False, False
+    )  # fmt: skip
+    result._local_tensor = local
+    result._held = held
+    return result
 
 
 def _rebuild(
