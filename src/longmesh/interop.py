@@ -1,0 +1,167 @@
+"""Bridges to torch's own DTensor, for FSDP2, checkpoints and others that know only that class.
+
+    theirs = to_torch(x)          # the same local memory, the same mesh, torch.distributed.tensor.DTensor
+    x = from_torch(theirs)        # and back
+
+Nothing is copied and nothing is sent: a write through one is seen through the other. A leaf gives a leaf (a parameter a
+parameter) with a gradient of its own; the result of an op stays in the autograd graph. Trees of tensors (a state
+dict) and modules are converted tensor by tensor, a module in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.tensor as theirs
+from torch import nn
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as TheirSpec, TensorMeta as TheirMeta
+from torch.distributed.tensor._ops._embedding_ops import _MaskPartial as TheirMaskPartial
+from torch.distributed.tensor.placement_types import _StridedShard as TheirStridedShard
+from torch.utils import _pytree as pytree
+
+from longmesh.errors import LongmeshError
+from longmesh.parallel.modules import CutEmbedding, CutLayerNorm, CutLinear
+from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
+from longmesh.tensor import DTensor
+
+
+def to_torch(value: object) -> Any:
+    """`value` with every longmesh DTensor as one of torch's own, on the same memory. Sends nothing.
+
+    A DTensor, a tree of them, or a module (in place; what it shares stays shared). A shard order is torch's strided
+    shard. A pending lookup is a pending sum.
+    """
+    if isinstance(value, nn.Module):
+        for name, module in value.named_modules():
+            if isinstance(module, (CutLinear, CutEmbedding, CutLayerNorm)):
+                raise LongmeshError(
+                    f"to_torch: '{name}' is a {type(module).__name__}, which computes with longmesh DTensors; convert "
+                    "its state_dict(), or parallelize the module with torch's styles to run it under FSDP2"
+                )
+    return _convert(value, DTensor, _one_to_torch)
+
+
+def from_torch(value: object) -> Any:
+    """`value` with every DTensor of torch's as one of ours, on the same memory. The inverse of `to_torch`."""
+    return _convert(value, theirs.DTensor, _one_from_torch)
+
+
+def _convert(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(value, nn.Module):
+        done: dict[int, Any] = {}
+        for module in value.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if isinstance(tensor, kind):
+                        if id(tensor) not in done:
+                            done[id(tensor)] = convert(tensor)
+                        tensors[name] = done[id(tensor)]
+        return value
+    return pytree.tree_map(lambda leaf: convert(leaf) if isinstance(leaf, kind) else leaf, value)
+
+
+# -- one tensor ------------------------------------------------------------------------------------
+
+
+def _one_to_torch(tensor: DTensor) -> Any:
+    tensor._settle()
+    mesh, placements = tensor.device_mesh, _their_placements(tensor)
+    if tensor.requires_grad and not tensor.is_leaf:
+        return theirs.DTensor.from_local(
+            tensor.to_local(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    meta = TheirMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    result = theirs.DTensor(
+        tensor._local_tensor.detach(),
+        TheirSpec(mesh, placements, tensor_meta=meta),
+        requires_grad=tensor.requires_grad,
+    )
+    return _as_leaf_of(tensor, result)
+
+
+def _one_from_torch(tensor: Any) -> Any:
+    mesh, layout = tensor.device_mesh, _our_layout(tensor)
+    local = tensor._local_tensor
+    if tensor.requires_grad and not tensor.is_leaf:
+        return DTensor.from_local(
+            tensor.to_local(),
+            mesh,
+            layout.placements,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+            shard_order=layout.shard_order,
+        )
+    expected = layout.local_shape(tensor.shape, tuple(mesh.get_coordinate() or ()))
+    if tuple(local.shape) != expected:
+        raise LongmeshError(
+            f"from_torch: a tensor of shape {tuple(tensor.shape)} laid out as {layout} has {expected} on this rank, "
+            f"and its local part is {tuple(local.shape)}; redistribute it to Shard or Replicate in torch first"
+        )
+    result = DTensor(local.detach(), mesh, layout, tensor.shape, tensor.stride(), tensor.requires_grad)
+    return _as_leaf_of(tensor, result)
+
+
+def _as_leaf_of(original: torch.Tensor, converted: torch.Tensor) -> torch.Tensor:
+    if isinstance(original, nn.Parameter):
+        return nn.Parameter(converted, requires_grad=original.requires_grad)
+    return converted
+
+
+# -- placements ------------------------------------------------------------------------------------
+
+
+def _their_placements(tensor: DTensor) -> tuple[Any, ...]:
+    layout = tensor._layout
+    placements: list[Any] = []
+    for placement in layout.placements:
+        match placement:
+            case Shard(dim):
+                placements.append(theirs.Shard(dim))
+            case Partial(reduce_op=op):
+                placements.append(theirs.Partial(op))
+            case _:
+                placements.append(theirs.Replicate())
+    if layout.is_default_order:
+        return tuple(placements)
+    for dim, axes in layout.shard_order:
+        pieces = torch.Size(layout.mesh.sizes[a] for a in axes).numel()
+        if axes != tuple(sorted(axes)) and tensor.shape[dim] % pieces:
+            raise LongmeshError(
+                f"to_torch: dim {dim} of {tuple(tensor.shape)} is cut by axes {list(axes)} in this order into {pieces} "
+                "unequal pieces, which torch's strided shards place elsewhere; redistribute to the default order first"
+            )
+    return TheirSpec._convert_shard_order_to_StridedShard(
+        layout.shard_order,  # pyright: ignore[reportArgumentType]
+        tuple(placements),
+        tensor.device_mesh,
+    )
+
+
+def _our_layout(tensor: Any) -> Layout:
+    spec = tensor._spec
+    placements = [_our_placement(p, tensor) for p in spec.placements]
+    order = spec.shard_order
+    if any(isinstance(p, TheirStridedShard) for p in spec.placements):
+        order = TheirSpec._maybe_convert_StridedShard_to_shard_order(spec.placements, tensor.device_mesh)
+        if order is None:
+            raise LongmeshError(
+                f"from_torch: {spec.placements} is no order of cutting dims by mesh axes; redistribute it to Shard or "
+                "Replicate in torch first"
+            )
+    return Layout(tensor.device_mesh, placements, [(e.tensor_dim, e.mesh_dims) for e in order])
+
+
+def _our_placement(placement: Any, tensor: Any) -> Placement:
+    if placement.is_replicate():
+        return Replicate()
+    if isinstance(placement, (theirs.Shard, TheirStridedShard)):
+        return Shard(placement.dim)
+    if type(placement) is theirs.Partial:
+        return Partial(placement.reduce_op)
+    kind = "a pending lookup" if isinstance(placement, TheirMaskPartial) else type(placement).__name__
+    raise LongmeshError(
+        f"from_torch: {tensor.placements} has {kind}, which only torch can finish; redistribute it to Shard, Replicate "
+        "or Partial in torch first"
+    )
