@@ -5,8 +5,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from longmesh import Shard, distribute_tensor
+from longmesh import Replicate, Shard, distribute_tensor
 from longmesh.comm import record_comm
+from longmesh.testing import cpu_mesh
 from support.op_check import compare_op
 
 MESHES = {3: (3,), 4: (2, 2)}
@@ -101,13 +102,19 @@ def ctc(mesh_shape):
     torch.manual_seed(0)
     x = torch.randn(6, 3, 4).log_softmax(-1)
     target = torch.randint(1, 4, (3, 2))
-    return compare_op(
-        lambda x, t: F.ctc_loss(x, t, (6, 6, 5), (2, 1, 2), reduction="sum"),
-        [x, target],
-        mesh_shape,
-        trials=2,
-        may_replicate=True,
-    )
+    lengths = [((6, 6, 5), (2, 1, 2)), (torch.tensor([6, 6, 5]), torch.tensor([2, 1, 2]))]
+    return [
+        text
+        for reduction in ("sum", "mean", "none")
+        for before, after in lengths
+        for text in compare_op(
+            lambda x, t, b=before, a=after, r=reduction: F.ctc_loss(x, t, b, a, reduction=r),
+            [x, target],
+            mesh_shape,
+            trials=2,
+            may_replicate=True,
+        )
+    ]
 
 
 def test_ctc(pool):
@@ -128,6 +135,32 @@ def everything_ignored():
 def test_nan_only_where_torch_gives_nan(pool):
     for same, (nothing, one) in pool.run(everything_ignored, ranks=4):
         assert same and nothing != nothing and one == one
+
+
+def wrong_targets(mesh_shape, bad):
+    """One target of ten is no class; only the ranks that hold it can see it."""
+    mesh = cpu_mesh(*mesh_shape)
+    target = torch.arange(10) % 5
+    target[7] = bad
+    texts = []
+    for places in ([Shard(0)], [Shard(1)]):
+        rest = [Shard(1)] * (len(mesh_shape) - 1)
+        x = distribute_tensor(torch.randn(10, 5), mesh, [*places, *rest], src_data_rank=None)
+        row = [Shard(0) if places[0] == Shard(0) else Replicate(), *[Replicate()] * len(rest)]
+        try:
+            F.cross_entropy(x, distribute_tensor(target, mesh, row, src_data_rank=None))
+        except IndexError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize(("mesh_shape", "bad"), [((4,), 5), ((2, 2), -1), ((1,), 99)])
+def test_every_rank_raises_for_a_target_that_is_no_class(pool, mesh_shape, bad):
+    ranks = torch.Size(mesh_shape).numel()
+    results = pool.run(wrong_targets, mesh_shape, bad, ranks=ranks, timeout=20.0)
+    text = "a target is out of bounds: classes are 0 to 4, and -100 (ignore_index) for none"
+    assert results == [[text, text]] * ranks or ranks == 1
+    assert all(len(texts) == 2 for texts in results)
 
 
 def traffic():

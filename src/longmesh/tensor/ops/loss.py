@@ -16,7 +16,7 @@ from longmesh.spec import Partial
 from longmesh.tensor.dispatch import Handler, dispatch, replicate_plain
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.ops.data_dependent import on_whole_tensors
-from longmesh.tensor.ops.pieces import reduced_layout, settled
+from longmesh.tensor.ops.pieces import bind, reduced_layout, settled
 
 aten = torch.ops.aten
 
@@ -75,12 +75,19 @@ def _refuse(num_wrong: torch.Tensor, x: DTensor, ignored: int) -> None:
     refuse_unread(num_wrong != 0, text)
 
 
+def ctc(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """_ctc_loss with lengths that are numbers: torch makes a plain tensor of them for the mean, so they are noted."""
+    result = on_whole_tensors(func, args, kwargs)
+    result[0]._lengths = [float(max(n, 1)) for n in bind(func, args, kwargs)["target_lengths"]]
+    return result
+
+
 HANDLERS: dict[OpOverload, Handler] = {
     aten.nll_loss_forward.default: nll,
     aten.nll_loss2d_forward.default: nll,
+    aten._ctc_loss.default: ctc,
     **dict.fromkeys(
         (
-            aten._ctc_loss.default,
             aten._ctc_loss.Tensor,
             aten._ctc_loss_backward.default,
             aten._ctc_loss_backward.Tensor,
