@@ -1,14 +1,31 @@
 """A program moves over from torch.distributed.tensor by changing its import: same names, arguments, defaults."""
 
+import importlib
 import inspect
 
 import pytest
 import torch.distributed.tensor as reference
 
 import longmesh
+import longmesh.experimental
+import longmesh.parallel
 
 FUNCTIONS = ["distribute_tensor", "distribute_module", "ones", "empty", "full", "rand", "randn", "zeros"]
 METHODS = ["from_local", "to_local", "redistribute", "full_tensor"]
+# What torch has in a submodule, ours has in the submodule of the same name. Attention has room of its own.
+SUBMODULES = {
+    "parallel": importlib.import_module("torch.distributed.tensor.parallel").__all__,
+    "experimental": ["implicit_replication", "local_map", "register_sharding"],
+}
+
+
+def look_up(root, name):
+    found = importlib.import_module(root)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            importlib.import_module(f"{root}.{part}")
+        found = getattr(found, part)
+    return found
 
 
 def test_every_public_name_is_here():
@@ -18,11 +35,16 @@ def test_every_public_name_is_here():
     assert longmesh.init_device_mesh is reference.init_device_mesh
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *(f"DTensor.{method}" for method in METHODS)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FUNCTIONS,
+        *(f"DTensor.{method}" for method in METHODS),
+        *(f"{module}.{name}" for module, names in SUBMODULES.items() for name in names),
+    ],
+)
 def test_arguments_and_defaults_are_the_same(name):
-    ours, theirs = longmesh, reference
-    for part in name.split("."):
-        ours, theirs = getattr(ours, part), getattr(theirs, part)
+    ours, theirs = look_up("longmesh", name), look_up("torch.distributed.tensor", name)
     mine = inspect.signature(ours).parameters
     for parameter in inspect.signature(theirs).parameters.values():
         assert parameter.name in mine, f"{name} lacks {parameter.name}"
@@ -30,6 +52,9 @@ def test_arguments_and_defaults_are_the_same(name):
         assert (own.default, own.kind) == (parameter.default, parameter.kind), f"{name}({parameter.name})"
 
 
-@pytest.mark.parametrize("name", longmesh.__all__)
-def test_every_public_name_has_a_docstring(name):
-    assert inspect.getdoc(getattr(longmesh, name))
+@pytest.mark.parametrize(
+    "module", [longmesh, longmesh.parallel, longmesh.experimental], ids=lambda m: m.__name__
+)
+def test_every_public_name_has_a_docstring(module):
+    bare = [name for name in module.__all__ if not inspect.getdoc(getattr(module, name))]
+    assert bare == []
