@@ -423,8 +423,8 @@ def replicate_plain(
                     "(full_tensor(), then distribute_tensor())"
                 )
             tensor = value_of(tensor)
-        is_equal = id(tensor) in written or _is_equal_everywhere(tensor) or _is_added_mask(func, tensor)
-        if not is_equal:
+        is_equal = id(tensor) in written or _is_equal_everywhere(tensor)
+        if not is_equal and not _is_added_mask(func, tensor) and not _is_lengths(args, tensor):
             shapes = ", ".join(_show(t) for t in all_tensors((args, kwargs)))
             raise LongmeshError(
                 f"{func} mixes a DTensor with a plain tensor: {shapes}. Wrap the plain one with "
@@ -456,6 +456,14 @@ def _is_added_mask(func: OpOverload, tensor: torch.Tensor) -> bool:
     """A mask in the form in which scores take it, 0 and -inf: attention makes that of a bool or causal mask."""
     is_scored = func is torch.ops.aten.add.Tensor or func._schema.name.startswith("aten::_scaled_dot_product")
     return is_scored and can_read(tensor) and bool(((tensor == 0) | (tensor == -math.inf)).all())
+
+
+def _is_lengths(args: tuple[Any, ...], tensor: torch.Tensor) -> bool:
+    """The lengths that a loss was called with, by which torch then divides it and, in the backward, its gradient."""
+    lengths = getattr(args[0], "_lengths", None) if args else None
+    if lengths is not None and can_read(tensor) and tensor.tolist() == lengths:
+        tensor.__dict__["_lengths"] = lengths
+    return "_lengths" in tensor.__dict__
 
 
 def _show(tensor: torch.Tensor) -> str:
