@@ -107,8 +107,8 @@ def find_differences(state: dict[str, Any], saved: dict[str, Any]) -> Iterator[s
     for name, value in state.items():
         entry = saved.get(name)
         if entry is None:
-            near = get_close_matches(name, saved, n=2)
-            yield f"{name!r} is not in it" + (f"; it has {' and '.join(map(repr, near))}" if near else "")
+            near = get_close_matches(name, saved, n=1)
+            yield f"{name!r} is not in it" + (f"; it has {near[0]!r}" if near else "")
         elif isinstance(value, torch.Tensor) and isinstance(entry, BytesStorageMetadata):
             yield f"{name!r} is a tensor here and an object there"
         elif not isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):

@@ -1,15 +1,17 @@
 """safetensors files as storage of torch.distributed.checkpoint: every rank writes and reads its own boxes in place.
 
 The coordinating rank makes the files, with headers and at their full size; then each rank puts its boxes where
-they belong. No tensor is ever whole in memory. In the end the files take the place of what was there, in one step.
+they belong. Nothing is gathered. In the end the files take the place of what was there, in one step.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +83,7 @@ class SafetensorsWriter(StorageWriter):
             assert item.tensor_data is not None
             place, chunk = plan.storage_data[item.index.fqn], item.tensor_data.chunk
             tensor: torch.Tensor = planner.resolve_data(item)
-            if tensor.numel():
-                mapped = _map(self._staged(place.file), place, "r+")
-                mapped[_box(chunk.offsets, chunk.sizes)] = _bytes_of(tensor).numpy()
-                mapped.flush()
+            _write_box(self._staged(place.file), place, chunk, tensor)
             written.append(WriteResult(item.index, tensor.numel() * tensor.element_size(), None))
         done: Future[list[WriteResult]] = Future()
         done.set_result(written)
@@ -139,8 +138,7 @@ class SafetensorsReader(StorageReader):
             target = planner.resolve_tensor(item).detach()
             if target.numel():
                 file = self._path / place.file if self._path.is_dir() else self._path
-                part = np.array(_map(file, place, "r")[_box(item.storage_offsets, item.lengths)])
-                target.copy_(torch.from_numpy(part).view(place.dtype).reshape(target.shape))
+                target.copy_(_mapped(file, place)[_box(item.storage_offsets, item.lengths)])
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -163,16 +161,47 @@ def _sizes(plans: list[SavePlan]) -> Sizes:
     return found
 
 
-def _map(path: Path, place: TensorPlace, mode: Any) -> np.memmap[Any, Any]:
-    """A tensor's bytes in its file, one row of bytes for each element."""
-    return np.memmap(
-        path, dtype=np.uint8, mode=mode, offset=place.start, shape=(*place.shape, place.dtype.itemsize)
-    )
+def _mapped(path: Path, place: TensorPlace) -> torch.Tensor:
+    """A tensor in its file, read as it is used; writing to it would not reach the file."""
+    shape = (*place.shape, place.dtype.itemsize)
+    rows = np.memmap(path, dtype=np.uint8, mode="c", offset=place.start, shape=shape)
+    return torch.from_numpy(rows).view(place.dtype).squeeze(-1)
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).reshape(*tensor.shape, tensor.element_size())
+def _write_box(path: Path, place: TensorPlace, chunk: ChunkStorageMetadata, tensor: torch.Tensor) -> None:
+    """Write a box of a tensor where it belongs. By position, not by mapping: other hosts write beside it."""
+    if not tensor.numel():
+        return
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = flat.numpy().data
+    runs, length = box_runs(place.shape, chunk.offsets, chunk.sizes, place.dtype.itemsize)
+    handle = os.open(path, os.O_WRONLY)
+    try:
+        for number, at in enumerate(runs):
+            _write_all(handle, data[number * length : (number + 1) * length], place.start + at)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def box_runs(
+    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
+) -> tuple[Iterator[int], int]:
+    """Where the consecutive bytes of a box begin in a row-major tensor, and how many they are each time."""
+    last = len(shape) - 1
+    while last > 0 and sizes[last] == shape[last]:
+        last -= 1
+    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    origin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    outer = product(*(range(size) for size in sizes[:last]))
+    starts = (origin + sum(i * stride for i, stride in zip(at, strides, strict=False)) for at in outer)
+    return starts, (sizes[last] * strides[last] if shape else itemsize)
+
+
+def _write_all(handle: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(handle, data, at)
+        data, at = data[written:], at + written
 
 
 def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

@@ -1,0 +1,163 @@
+"""Our safetensors files beside those of its own library, and damaged ones."""
+
+import json
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from longmesh.checkpoint import load_safetensors, save_safetensors
+from longmesh.checkpoint.safetensors_format import read_places
+from longmesh.checkpoint.safetensors_storage import box_runs
+from longmesh.errors import CheckpointError
+
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.bool,
+    torch.complex64,
+)  # fmt: skip
+
+
+def state():
+    values = torch.arange(15).view(3, 5)
+    found = {f"t.{str(dtype)[6:]}": (values % 2).to(dtype) for dtype in DTYPES}
+    return found | {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "turned": torch.arange(6.0).view(2, 3).t(),
+        "part": torch.arange(10.0)[3:7],
+        "odd": torch.ones(3, dtype=torch.bool),
+        "nested": {"w": torch.ones(2, 2)},
+    }
+
+
+def flat(values):
+    nested = values.pop("nested")
+    return values | {"nested.w": nested["w"]}
+
+
+def same(one, other):
+    return one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
+
+
+def bytes_of(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("max_file_bytes", [None, 1, 100])
+def test_the_library_reads_what_we_write(tmp_path, max_file_bytes):
+    whole, name = state(), "m.safetensors" if max_file_bytes is None else "m"
+    options = {} if max_file_bytes is None else {"max_file_bytes": max_file_bytes}
+    save_safetensors(whole, tmp_path / name, **options)
+    found = {}
+    for file in (tmp_path / name).glob("*.safetensors") if max_file_bytes else [tmp_path / name]:
+        found |= load_file(file)
+        with safe_open(file, "pt") as handle:
+            assert handle.metadata() == {"format": "pt"}
+    expected = flat(whole)
+    assert found.keys() == expected.keys()
+    assert all(same(found[k], expected[k]) for k in expected)
+    if max_file_bytes:
+        index = json.loads((tmp_path / name / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == expected.keys()
+        assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in expected.values())
+    again = {k: torch.zeros_like(t) for k, t in expected.items()}
+    load_safetensors(again, tmp_path / name)
+    assert all(same(again[k], expected[k]) for k in expected)
+
+
+def test_we_read_what_the_library_writes(tmp_path):
+    expected = {k: t.contiguous().clone() for k, t in flat(state()).items()}
+    save_file(expected, tmp_path / "model.safetensors")
+    for path in (tmp_path / "model.safetensors", tmp_path):
+        found = {k: torch.zeros_like(t) for k, t in expected.items()}
+        load_safetensors(found, path)
+        assert all(same(found[k], expected[k]) for k in expected)
+
+
+@st.composite
+def boxes(draw):
+    shape = draw(st.lists(st.integers(1, 4), max_size=4))
+    cuts = [sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
+    return shape, [a for a, _ in cuts], [b - a for a, b in cuts]
+
+
+@given(boxes(), st.sampled_from([1, 4]))
+@settings(max_examples=100)
+def test_the_bytes_of_a_box(box, itemsize):
+    shape, offsets, sizes = box
+    ids = torch.arange(torch.Size(shape).numel() * itemsize).view(*shape, itemsize)
+    part = ids[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
+    starts, length = box_runs(shape, offsets, sizes, itemsize)
+    assert [at + i for at in starts for i in range(length)] == part.reshape(-1).tolist()
+
+
+def header(entries, data=b""):
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+DAMAGED = [
+    (b"", "0 bytes are too few for its header"),
+    (b"\xff" * 8 + b"{}", "10 bytes are too few for its header"),
+    (struct.pack("<Q", 2) + b"[}", "its header can't be read"),
+    (header({"a": ENTRY}, b"1234"), r"is damaged or was cut off: 'a' ends at byte \d+ of \d+"),
+    (header({"a": ENTRY | {"dtype": "F99"}}, b"12345678"), "its header can't be read .'F99'"),
+    (header({"a": ENTRY | {"shape": [3]}}, b"12345678"), r"8 bytes for shape \(3,\) of F32"),
+    (header([1]), "its header can't be read"),
+]
+
+
+@pytest.mark.parametrize(("content", "text"), DAMAGED)
+def test_damaged_files_are_told(tmp_path, content, text):
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=text):
+        read_places(path)
+    with pytest.raises(CheckpointError, match=text):
+        load_safetensors({"a": torch.zeros(2)}, path)
+
+
+def test_bad_directories_are_told(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no safetensors file or directory at"):
+        load_safetensors({}, tmp_path / "none")
+    with pytest.raises(
+        CheckpointError, match=r"holds neither model.safetensors.index.json nor model.safetensors"
+    ):
+        load_safetensors({}, tmp_path)
+    save_safetensors({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "m", max_file_bytes=8)
+    index = tmp_path / "m" / "model.safetensors.index.json"
+    good = index.read_text()
+    index.write_text(good.replace('"b"', '"c"'))
+    with pytest.raises(CheckpointError, match="'c' is in its index and in none of its files"):
+        load_safetensors({"a": torch.ones(2)}, tmp_path / "m")
+    index.write_text(good.replace("00002-of", "00009-of"))
+    with pytest.raises(
+        CheckpointError, match=r"model-00009-of-00002.safetensors, which its index names, is missing"
+    ):
+        load_safetensors({"a": torch.ones(2)}, tmp_path / "m")
+    index.write_text("{")
+    with pytest.raises(CheckpointError, match="it is no index of safetensors files"):
+        load_safetensors({"a": torch.ones(2)}, tmp_path / "m")
+
+
+def test_what_does_not_fit_the_format_is_refused(tmp_path):
+    path = tmp_path / "m.safetensors"
+    with pytest.raises(
+        CheckpointError, match=r"holds tensors only, and 'step' is a int; take it out, or use longm"
+    ):
+        save_safetensors({"w": torch.ones(2), "step": 3}, path)
+    with pytest.raises(CheckpointError, match=r"no element type for torch.complex128, which 'z' has"):
+        save_safetensors({"z": torch.ones(2, dtype=torch.complex128)}, path)
+    with pytest.raises(
+        CheckpointError, match=r"save_safetensors\(max_file_bytes=0\): give a positive number"
+    ):
+        save_safetensors({}, tmp_path / "m", max_file_bytes=0)
+    path.mkdir()
+    with pytest.raises(CheckpointError, match="is a directory; give the path of a file"):
+        save_safetensors({"w": torch.ones(2)}, path)
+    assert list(tmp_path.iterdir()) == [path] and not list(path.iterdir()), "nothing is left behind"
