@@ -1,4 +1,4 @@
-"""What attention refuses, with the text, on every rank alike and before a byte is sent."""
+"""What attention refuses, with the text, on every rank alike: also if only one rank is called wrongly."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from longmesh.testing.mesh import cpu_mesh
 
 
 def text_of(fn) -> str:
+    """The text of the error; no tensor has travelled, only the ranks' word that a call is in order."""
     with record_comm() as log:
         try:
             fn()
         except LongmeshError as error:
-            assert not log.events
+            assert {event.kind for event in log.events} <= {"all_reduce", "all_gather"}
+            assert log.total_bytes < 10_000
             return str(error)
     return "no error"
 
@@ -87,6 +89,83 @@ def test_calls_that_cannot_run(pool):
         assert len(texts) == len(TEXTS)
         for text, want in zip(texts, TEXTS, strict=True):
             assert want in text
+
+
+def one_wrong_rank(exchange) -> list[list[str]]:
+    """What the ranks say if rank 1 alone is called wrongly, before and after a call that was in order."""
+    mask = masks.documents([8, 7])
+    cp = ContextParallel(cpu_mesh(3), seq_len=15, mask=mask, layout="zigzag", exchange=exchange)
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    whole = torch.randn(2, 15, 3)
+    is_wrong = cp.rank == 1
+
+    def instead(wrong, right):
+        return wrong if is_wrong else right
+
+    other = ContextParallel(
+        cpu_mesh(3),
+        seq_len=15,
+        mask=instead(masks.documents([7, 8]), mask),
+        layout="zigzag",
+        exchange=exchange,
+    )
+    calls = [
+        lambda: cp(*instead((q[:, :, :4], k[:, :, :4], k[:, :, :4]), (q, k, k))),
+        lambda: cp(q, instead(k.double(), k), k),
+        lambda: cp(q, instead(k.to("meta"), k), k),
+        lambda: cp(q, *instead((k[:, :1].expand(2, 3, 5, 8),) * 2, (k, k))),
+        lambda: cp(q, k, k, sinks=torch.randn(instead(3, 4))),
+        lambda: cp(q, k, k, dropout_p=0.1, dropout_seed=instead(None, 3)),
+        lambda: cp(*(instead(t.double(), t) for t in (q, k, k))),
+        lambda: cp(*(instead(t[:1], t) for t in (q, k, k))),
+        lambda: cp(q, k, k, scale=instead(0.5, None)),
+        lambda: cp(q, k, k, dropout_p=0.1, dropout_seed=cp.rank),
+        lambda: cp(q.clone().requires_grad_(is_wrong), k, k),
+        lambda: other(q, k, k),
+        lambda: cp.unshard(whole[:, : instead(4, 5)], dim=1),
+        lambda: cp.unshard(whole[:, :5, : instead(2, 3)], dim=1),
+    ]
+    texts = [text_of(call) for call in calls]
+    assert text_of(lambda: cp(q, k, k)) == "no error"
+    return [texts, [text_of(call) for call in calls]]
+
+
+ONE_WRONG = [
+    "this rank has 5 of the layout's 15 tokens, given q (2, 4, 4, 8)",
+    "q, k and v must have one dtype and one device, given q torch.float32 on cpu, k torch.float64 on cpu",
+    "q, k and v must have one dtype and one device, given q torch.float32 on cpu, k torch.float32 on meta",
+    "3 key heads do not divide 4 query heads",
+    "sinks (3,): give one logit for each of the 4 query heads",
+    "dropout_p=0.1 needs dropout_seed=",
+]
+ALL_DIFFER = [
+    ("dtype=torch.float32", "dtype=torch.float64"),
+    ("batch=2", "batch=1"),
+    ("scale=None", "scale=0.5"),
+    ("dropout=(0.1, 0)", "dropout=(0.1, 1)"),
+    ("backward=False", "backward=True"),
+    ("plan='", "plan='"),
+]
+
+
+def test_one_wrong_rank_is_an_error_on_all(pool):
+    for exchange in ("ring", "sparse", "ulysses"):
+        for rank, rounds in enumerate(pool.run(one_wrong_rank, exchange, ranks=3, timeout=60.0)):
+            for texts in rounds:
+                wrong, differ, gathers = texts[:6], texts[6:12], texts[12:]
+                for text, want in zip(wrong, ONE_WRONG, strict=True):
+                    told = "" if rank == 1 else "rank 1 was called with something wrong, so no rank goes on: "
+                    assert want in text and told in text
+                for text, (zero, one) in zip(differ, ALL_DIFFER, strict=True):
+                    assert text.startswith(
+                        "attention: the ranks are called differently: rank 0 with Signature("
+                    )
+                    first, _, second = text.partition(", rank 1 with ")
+                    assert zero in first and one in second
+                assert (
+                    "unshard(dim=1): the tensor is (2, 4, 3), but this rank's part has 5 tokens" in gathers[0]
+                )
+                assert "unshard: the ranks are called differently: rank 0 with Gathered(" in gathers[1]
 
 
 def refused_plans() -> list[str]:

@@ -18,13 +18,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.attention.check import check_call, check_tokens
+from longmesh.attention.agree import agree
+from longmesh.attention.check import Gathered, Signature, check_call, check_tokens, signature_of
 from longmesh.attention.driver import Task
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.function import Attend, Call, Gather
@@ -40,6 +42,8 @@ from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.attention.route import Route
 from longmesh.comm import AxisGroup, comm_of
 from longmesh.errors import LongmeshError
+
+Checked = TypeVar("Checked", Gathered, Signature)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +89,7 @@ class ContextParallel:
         self._kernel = kernel
         self._planned: dict[tuple[int, int, int, int], Heads] = {}
         self._choice: Choice | None = None
+        self._has_agreed = False
         self._name = register_caller(self)
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         self.plan: AttentionPlan = plan_attention(
@@ -125,11 +130,16 @@ class ContextParallel:
 
         Collective over the mesh. Its gradient is this rank's part of the whole's gradient.
         """
-        dim = check_tokens("unshard", tensor, dim, self.num_tokens, len(self._cuts))
+        dim = self._together("unshard", self._check_part, tensor, dim).dim
         if len(self._cuts) == 1:
             return self._gather(tensor.movedim(dim, 0), 0).movedim(0, dim)
         rows = [self._gather(row.movedim(dim - 1, 0), i) for i, row in enumerate(tensor.unbind(0))]
         return torch.stack([row.movedim(0, dim - 1) for row in rows])
+
+    def _check_part(self, tensor: Tensor, dim: int) -> Gathered:
+        dim = check_tokens("unshard", tensor, dim, self.num_tokens, len(self._cuts))
+        others = tuple(size for d, size in enumerate(tensor.shape) if d != dim)
+        return Gathered(self.plan.digest, dim, others, tensor.dtype)
 
     def _gather(self, rows: Tensor, number: int) -> Tensor:
         owned = self._cuts[number]
@@ -162,25 +172,56 @@ class ContextParallel:
         Collective over the mesh, and so is its backward. `bias` broadcasts to (B, H, seq_len, seq_len) and
         `score_mod` sees global indices; both, `sinks` and `dropout_seed` are the same on every rank.
         """
-        if dropout_p and dropout_seed is None:
-            raise LongmeshError(
-                f"dropout_p={dropout_p} needs dropout_seed=, the same on every rank and another each step"
-            )
         if torch.is_autocast_enabled(q.device.type):
-            q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
-        if torch.compiler.is_compiling() and score_mod is None and bias is None and not dropout_p:
-            return attend(q, k, v, sinks, self._name, scale)[0]
-        score = Score(scale, score_mod, None, bias, dropout_p, dropout_seed or 0)
-        return self._run(q, k, v, sinks, score)  # pyright: ignore[reportCallIssue] (disable() loses self)
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        run = self._run
+        if torch.compiler.is_compiling():
+            if score_mod is None and bias is None and not dropout_p:
+                return attend(q, k, v, sinks, self._name, scale)[0]
+            # Not a decorator, which would load the compiler, and take seconds, where nothing is compiled.
+            run = cast(Callable[..., Tensor], torch.compiler.disable(run))
+        return run(q, k, v, sinks, Score(scale, score_mod, None, bias, dropout_p, dropout_seed))
 
-    @torch.compiler.disable
     def _run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Tensor:
-        call = self.prepare(q, k, v, sinks, score)
+        call = self.enter(q, k, v, sinks, score)
         return Attend.apply(call, q, k, v, score.bias, sinks, *captured_tensors(score.score_mod))
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Call:
-        """The call, checked and planned. Only the first one for given heads may communicate, to make groups."""
+    def enter(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Call:
+        """The call, checked and planned. Collective: every rank goes on, or every rank raises."""
+        self._together("attention", self._check, q, k, v, sinks, score)
+        return self.prepare(q, k, v, score)
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Signature:
         check_call(self.plan, self.num_tokens, q, k, v, sinks, score)
+        return signature_of(self.plan, q, k, v, sinks, score)
+
+    def _together(self, what: str, check: Callable[..., Checked], *args: object) -> Checked:
+        """`check(*args)` where it passes on every rank, and gives the same; else an error on every rank.
+
+        With a backend other than gloo only the first time: the host would wait for the device.
+        """
+        if self.plan.num_ranks == 1:
+            return check(*args)
+        group = self._everyone
+        if self._has_agreed and not group.is_gloo:
+            return check(*args)
+        device = "cpu" if group.is_gloo else self.mesh.device_type
+        self._has_agreed = True
+        try:
+            found = check(*args)
+        except Exception as error:
+            agree(what, None, error, group, device)
+            raise
+        agree(what, found, None, group, device)
+        return found
+
+    @functools.cached_property
+    def _everyone(self) -> AxisGroup:
+        return self._group(tuple(range(self.mesh.ndim)))[0]
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Call:
+        """The call, planned. Only the first one for given heads may communicate, to make groups."""
         heads = self._plan_heads(q.shape[1], k.shape[1], q.shape[3], q.element_size())
         if heads.has_elementwise:
             score = replace(score, mask_mod=heads.plan.mask.visible)

@@ -1,16 +1,47 @@
-"""What a call's tensors must be, checked before the first byte is sent.
+"""What a call's tensors must be, checked on each rank, and the signature that all ranks must have in common.
 
-The checks look at shapes and types, which a program that does the same on every rank has alike on every
-rank; so all ranks raise, or none.
+These checks are local: `agree` makes what one rank finds an error of all.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from longmesh.attention.kernel.base import Score
+from longmesh.attention.kernel.scores import captured_tensors
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.errors import LongmeshError
+
+
+class Signature(NamedTuple):
+    """What every rank passes alike: no local length. `backward`: whether gradients will be asked for."""
+
+    plan: str
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    device: str
+    scale: float | None
+    score_mod: bool
+    bias: tuple[int, ...] | None
+    sinks: bool
+    dropout: tuple[float, int | None]
+    backward: bool
+
+
+class Gathered(NamedTuple):
+    """What every rank passes alike to `unshard`."""
+
+    plan: str
+    dim: int
+    other_sizes: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def check_tokens(what: str, tensor: Tensor, dim: int, tokens: int, num_cuts: int) -> int:
@@ -36,38 +67,69 @@ def check_call(
     plan: AttentionPlan, tokens: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score
 ) -> None:
     """Raise unless q, k, v and the options are what the plan can take."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if any(t.ndim != 4 for t in (q, k, v)):
-        raise LongmeshError(f"attention takes (batch, heads, tokens, head dim), given {shapes}")
-    if len({t.dtype for t in (q, k, v)}) > 1 or len({t.device for t in (q, k, v)}) > 1:
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise LongmeshError(f"attention takes (batch, heads, tokens, head dim), given {_shapes(q, k, v)}")
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         kinds = ", ".join(f"{name} {t.dtype} on {t.device}" for name, t in zip("qkv", (q, k, v), strict=True))
         raise LongmeshError(f"q, k and v must have one dtype and one device, given {kinds}; use .to(q)")
-    if any(t.shape[2] != tokens for t in (q, k, v)):
+    B, H, S, D = q.shape
+    if not S == k.shape[2] == v.shape[2] == tokens:
         raise LongmeshError(
-            f"this rank has {tokens} of the layout's {plan.seq_len} tokens, given {shapes}; "
+            f"this rank has {tokens} of the layout's {plan.seq_len} tokens, given {_shapes(q, k, v)}; "
             "cut the input with shard(x, dim), which gives each rank its tokens in the layout's order"
         )
-    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+    if k.shape[0] != B or k.shape[:3] != v.shape[:3] or k.shape[3] != D:
         raise LongmeshError(
-            f"q and k must have one batch and head dim, k and v one batch and number of heads; given {shapes}"
+            "q and k must have one batch and head dim, k and v one batch and number of heads; "
+            f"given {_shapes(q, k, v)}"
         )
-    if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
+    if k.shape[1] < 1 or H % k.shape[1]:
         raise LongmeshError(
-            f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads ({shapes}); "
+            f"{k.shape[1]} key heads do not divide {H} query heads ({_shapes(q, k, v)}); "
             "each key head serves the same number of query heads"
         )
-    if len(plan.rows) > 1 and q.shape[0] != len(plan.rows):
+    if len(plan.rows) > 1 and len(plan.rows) != B:
         raise LongmeshError(
-            f"the mask has {len(plan.rows)} batch rows, q has a batch of {q.shape[0]}; give one list of lengths "
+            f"the mask has {len(plan.rows)} batch rows, q has a batch of {B}; give one list of lengths "
             "for all rows, or one for each"
         )
     _check_options(plan, q, sinks, score)
 
 
-def _check_options(plan: AttentionPlan, q: Tensor, sinks: Tensor | None, score: Score) -> None:
+def signature_of(
+    plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score
+) -> Signature:
+    """What this call must have in common with those of the other ranks."""
     bias = score.bias
+    given = [t for t in (q, k, v, sinks, bias) if t is not None]
+    backward = torch.is_grad_enabled() and (
+        any(t.requires_grad for t in given) or bool(captured_tensors(score.score_mod))
+    )
+    return Signature(
+        plan=plan.digest,
+        batch=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        dtype=q.dtype,
+        device=q.device.type,
+        scale=score.scale,
+        score_mod=score.score_mod is not None,
+        bias=None if bias is None else tuple(bias.shape),
+        sinks=sinks is not None,
+        dropout=(score.dropout_p, score.dropout_seed),
+        backward=backward,
+    )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+
+def _check_options(plan: AttentionPlan, q: Tensor, sinks: Tensor | None, score: Score) -> None:
     B, H = q.shape[:2]
-    whole = (B, H, plan.seq_len, plan.seq_len)
+    whole, bias = (B, H, plan.seq_len, plan.seq_len), score.bias
     if bias is not None:
         shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
         if len(shape) != 4 or any(n not in (1, size) for n, size in zip(shape, whole, strict=True)):
@@ -79,3 +141,7 @@ def _check_options(plan: AttentionPlan, q: Tensor, sinks: Tensor | None, score: 
         raise LongmeshError(f"sinks {tuple(sinks.shape)}: give one logit for each of the {H} query heads")
     if not 0.0 <= score.dropout_p < 1.0:
         raise LongmeshError(f"dropout_p={score.dropout_p}: give a probability from 0 to below 1")
+    if score.dropout_p and score.dropout_seed is None:
+        raise LongmeshError(
+            f"dropout_p={score.dropout_p} needs dropout_seed=, the same on every rank and another each step"
+        )

@@ -13,7 +13,7 @@ Collective: every rank of the mesh runs the same plan. Nothing here can fail for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,10 +40,18 @@ class Task:
     batch_start: int = 0
 
     def start(self, move: Move, source_SW: Tensor) -> Pending:
-        assert self.outer is not None, "a plan for one group moves nothing"
-        send = start_send_receive if move.by_messages else start_all_to_all
+        """Start moving rows between the ranks that own keys."""
         rows = take_rows(source_SW, move.take)
-        return send(rows, send_counts=move.send_counts, recv_counts=move.recv_counts, group=self.outer)
+        return self.transfer(rows, move.send_counts, move.recv_counts, self.outer, move.by_messages)
+
+    def transfer(
+        self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], group: AxisGroup | None,
+        by_messages: bool = False,
+    ) -> Pending:  # fmt: skip
+        """Start sending rows to the members of a group: everything that travels goes through here."""
+        assert group is not None, "a plan for one group moves nothing"
+        send = start_send_receive if by_messages else start_all_to_all
+        return send(rows, send_counts=send_counts, recv_counts=recv_counts, group=group)
 
 
 class Forward(NamedTuple):
@@ -64,6 +72,7 @@ def run_forward(task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> F
             q_BHSD = torch.cat([q_BHSD, *from_rows(remote, q_BHSD)], dim=2)
             state = _extended(state, len(remote), q_BHSD, v.shape[-1])
         state = _attend(task, number, q_BHSD, k, v, state)
+        del k, v  # the stage's buffer with them, before another one is made
     if state is None:
         state = empty_partial(q_BHSD, v_BGSE.shape[-1])
     if route.has_remote_queries:
@@ -90,9 +99,10 @@ def run_backward(
             final = _extended_final(final, place_rows(finals.wait(), route.queries.place))
         move = route.home[number]
         grads_KW = own_SW if move is None else _zero_rows(k, v)
-        dk, dv = from_rows(grads_KW, k, v)
+        dk, dv = _keys_and_values(grads_KW, k, v)
         gradients = Gradients(dq_BHSD, dk, dv, totals.dbias, totals.dcaptured)
         _differentiate(task, number, q_BHSD, k, v, final, gradients)
+        del k, v, dk, dv, gradients
         _arrive(home, own_SW)
         home = None if move is None else (move, task.start(move, grads_KW))
     if remote_q_RW is not None:
@@ -102,8 +112,7 @@ def run_backward(
         add_rows_(dq_rows, back.place, add)
         (dq_BHSD,) = from_rows(dq_rows, dq_BHSD)
     _arrive(home, own_SW)
-    dk_BGSD, dv_BGSE = from_rows(own_SW, k_BGSD, v_BGSE)
-    return dq_BHSD, dk_BGSD, dv_BGSE
+    return dq_BHSD, *_keys_and_values(own_SW, k_BGSD, v_BGSE)
 
 
 def _zero_rows(k_BGKD: Tensor, v_BGKE: Tensor) -> Tensor:
@@ -120,26 +129,36 @@ def _arrive(home: tuple[Move, Pending] | None, own_SW: Tensor) -> None:
 
 
 def _key_stages(task: Task, k_BGSD: Tensor, v_BGSE: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The keys and values of each stage, the next one's transfer already under way when it is handed out."""
+    """The keys and values of each stage, the next one's transfer already under way when it is handed out.
+
+    A stage's buffer is let go when the next stage is asked for, if the caller has let go of its views too.
+    """
     stages, moves = task.route.plan.stages, task.route.keys
     own_SW = buffer_KW = to_rows(k_BGSD, v_BGSE) if any(m is not None for m in moves) else None
     for number, stage in enumerate(stages):
         following = moves[number + 1] if number + 1 < len(stages) else None
         pending = None
         if following is not None:
-            source = buffer_KW if following.by_messages else own_SW
-            assert source is not None
-            pending = task.start(following, source)
+            pending = task.start(following, _present(buffer_KW if following.by_messages else own_SW))
         if following is None or following.by_messages:
             own_SW = None  # a ring passes on what it received
         if stage.local:
             yield number, k_BGSD, v_BGSE
         else:
-            assert buffer_KW is not None
-            k, v = from_rows(buffer_KW, k_BGSD, v_BGSE)
-            yield number, k, v
+            yield number, *_keys_and_values(_present(buffer_KW), k_BGSD, v_BGSE)
+        buffer_KW = None
         if following is not None and pending is not None:
             buffer_KW = place_rows(pending.wait(), following.place)
+
+
+def _keys_and_values(rows_KW: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = from_rows(rows_KW, k_BGSD, v_BGSE)
+    return k, v
+
+
+def _present(rows: Tensor | None) -> Tensor:
+    assert rows is not None
+    return rows
 
 
 class Unit(NamedTuple):

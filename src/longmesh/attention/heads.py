@@ -19,7 +19,6 @@ from torch import Tensor
 
 from longmesh.attention.driver import Task
 from longmesh.attention.rows import from_rows, take_rows, to_rows, width_of
-from longmesh.comm.p2p import start_flat_all_to_all
 
 Q, KV = "query heads", "key heads"
 
@@ -31,14 +30,8 @@ def _heads(task: Task, peer: int, kind: str) -> slice:
 
 
 def _exchange(task: Task, chunks: list[Tensor], recv_counts: list[int]) -> Sequence[Tensor]:
-    assert task.inner is not None
-    counts = [chunk.numel() for chunk in chunks]
-    pending = start_flat_all_to_all(
-        torch.cat([chunk.flatten() for chunk in chunks]),
-        send_counts=counts,
-        recv_counts=recv_counts,
-        group=task.inner,
-    )
+    elements = torch.cat([chunk.flatten() for chunk in chunks]).unsqueeze(-1)
+    pending = task.transfer(elements, [chunk.numel() for chunk in chunks], recv_counts, task.inner)
     return pending.wait().flatten().split(recv_counts)
 
 

@@ -23,12 +23,15 @@ from torch import Tensor
 from longmesh.attention.function import Call, backward_rows, forward_rows
 from longmesh.attention.kernel.base import Gradients, Score
 from longmesh.attention.merge import accumulate_dtype
+from longmesh.errors import LongmeshError
 
 
 class Caller(Protocol):
     """What the op needs of a `ContextParallel`."""
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Call: ...
+    def enter(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Call: ...
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Call: ...
 
 
 class _Registry:
@@ -60,7 +63,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, name: str, scale: float | None
 ) -> list[Tensor]:
     """The output, then for each batch row of the plan what backward needs. Collective over the mesh."""
-    call = _registry.get(name).prepare(q, k, v, sinks, Score(scale))
+    call = _registry.get(name).enter(q, k, v, sinks, Score(scale))
     out, saved = forward_rows(call, q, k, v, sinks)
     split = call.tasks[0].inner is not None
     kept = [t for i, t in enumerate(saved) if t is not None and (split or i % 6 > 2)]
@@ -69,9 +72,12 @@ def attend(
 
 @attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, name: str, scale: float | None) -> list[Tensor]:
-    call = _registry.get(name).prepare(q, k, v, sinks, Score(scale))
     (B, H, _, D), E, wide = q.shape, v.shape[3], accumulate_dtype(q.dtype)
     found = [q.new_empty((B, H, q.shape[2], E))]
+    try:
+        call = _registry.get(name).prepare(q, k, v, Score(scale))
+    except LongmeshError:  # the op itself will raise it, on every rank; here it would on this one alone
+        return found
     for task in call.tasks:
         route, share = task.route, task.route.plan.heads
         b, S = B // len(call.tasks), route.tokens_in_group
@@ -91,7 +97,7 @@ def attend_backward(
     scale: float | None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and, if given, sinks. Collective over the mesh."""
-    call = _registry.get(name).prepare(q, k, v, sinks, Score(scale))
+    call = _registry.get(name).prepare(q, k, v, Score(scale))
     rest, saved = list(kept), []
     for task, b in call.batches():
         own = [rest.pop(0) for _ in range(3)] if task.inner is not None else [q[b], k[b], v[b]]

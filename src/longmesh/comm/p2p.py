@@ -75,15 +75,6 @@ def start_all_to_all(
     return Pending(received, "all_to_all", group, [work], rows, event)
 
 
-def start_flat_all_to_all(
-    buffer: Tensor, *, send_counts: Sequence[int], recv_counts: Sequence[int], group: AxisGroup
-) -> Pending:
-    """As `start_all_to_all`, with a flat buffer and counts of elements."""
-    return start_all_to_all(
-        buffer.unsqueeze(-1), send_counts=send_counts, recv_counts=recv_counts, group=group
-    )
-
-
 def start_send_receive(
     rows: Tensor, *, send_counts: Sequence[int], recv_counts: Sequence[int], group: AxisGroup
 ) -> Pending:

@@ -186,3 +186,12 @@ def test_masks_are_values():
 def test_errors_say_what_is_wrong(make, text):
     with pytest.raises(LongmeshError, match=text):
         make()
+
+
+def test_a_mask_mod_sees_one_pair_at_a_time():
+    """A function that reduces what it looked up means in planning what it means in a kernel."""
+    table = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0], [1, 0]], dtype=torch.bool)
+    mask = masks.mask_mod(lambda b, h, q, k: (table[q] & table[k]).any(), block=1)
+    expected = (table[:, None] & table[None]).any(-1).numpy()
+    assert (paint(mask.slices(5), 5) == expected).all()
+    assert mask.slices(5)[:, sl.EW].sum() == 0

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from longmesh.attention.block import Block
+from longmesh.attention.kernel.dropout import kept
 from longmesh.attention.merge import Partial, accumulate_dtype
 
 
@@ -39,10 +40,15 @@ class Score:
     mask_mod: Callable[..., Tensor] | None = None
     bias: Tensor | None = None
     dropout_p: float = 0.0
-    dropout_seed: int = 0
+    dropout_seed: int | None = None
 
     def scale_for(self, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+    def dropout_weight(self, at: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        """What dropout multiplies the probabilities of a tile with: 0, or what makes up for the dropped ones."""
+        assert self.dropout_seed is not None, "dropout has a seed"
+        return kept(self.dropout_seed, self.dropout_p, at).to(dtype) / (1 - self.dropout_p)
 
 
 @dataclass(frozen=True, eq=False)

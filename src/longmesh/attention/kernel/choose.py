@@ -8,6 +8,7 @@ that are the same on every rank, so every rank chooses alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -48,6 +49,7 @@ def need_of(q_BHSD: Tensor, v_BGKE: Tensor, score: Score, blocks: Sequence[Block
     )
 
 
+@lru_cache(maxsize=256)
 def choose(need: Need, force: str | None = None) -> Choice:
     """The fastest kernel that can do `need`, or the one named by `force` if it can."""
     every = kernels()

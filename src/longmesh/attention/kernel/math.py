@@ -20,9 +20,9 @@ from torch import Tensor
 from longmesh.attention.block import Block
 from longmesh.attention.kernel import scores
 from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score
-from longmesh.attention.kernel.dropout import kept
 from longmesh.attention.kernel.lower import as_tile, coalesce
 from longmesh.attention.merge import Partial, accumulate_dtype, empty_partial, merge_
+from longmesh.attention.pairwise import apply_score_mod
 
 
 class _Tile(NamedTuple):
@@ -63,7 +63,7 @@ class Math(Kernel):
                 lse = s.logsumexp(-1)
                 p = torch.exp(s - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])
                 if score.dropout_p:
-                    p = p * kept(score.dropout_seed, score.dropout_p, tile.at) / (1 - score.dropout_p)
+                    p = p * score.dropout_weight(tile.at, p.dtype)
                 out = _per_kv_head(p, v) @ v[:, :, None, tile.keys]
                 rows = tile.rows
                 merge_(state.out_BHSD[:, :, rows], state.lse_BHS[:, :, rows], out.flatten(1, 2), lse)
@@ -97,7 +97,7 @@ class Math(Kernel):
                 dp = (dout @ v[:, :, None, keys].mT).flatten(1, 2)
                 dropped = p
                 if score.dropout_p:
-                    keep = kept(score.dropout_seed, score.dropout_p, tile.at) / (1 - score.dropout_p)
+                    keep = score.dropout_weight(tile.at, p.dtype)
                     dp, dropped = dp * keep, p * keep
                 ds = p * (dp - final.delta_BHS[:, :, rows, None])
                 gradients.dv_BGKE[:, :, keys] += (_per_kv_head(dropped, v).mT @ dout).sum(2)
@@ -141,7 +141,7 @@ def _dot(q_BHSD: Tensor, k_BGKD: Tensor, score: Score, tile: _Tile) -> Tensor:
 def _modified(dot_BHLM: Tensor, score: Score, tile: _Tile) -> Tensor:
     if score.score_mod is None:
         return dot_BHLM
-    return scores.apply_score_mod(score.score_mod, dot_BHLM, tile.at)
+    return apply_score_mod(score.score_mod, dot_BHLM, tile.at)
 
 
 def _biased(s_BHLM: Tensor, score: Score, tile: _Tile) -> Tensor:

@@ -2,10 +2,7 @@
 
 Shapes: B batch, H query heads, X both folded, L and M rows and keys of a tile.
 
-score_mod and mask_mod have FlexAttention's signature and see scalars, so they are vmapped over batch,
-head, row and key exactly as FlexAttention does (a broadcast would silently change what
-``(a[q_idx] * b[kv_idx]).sum()`` means). The pitfall: under vmap ``table[h]`` asks an index tensor for a
-Python number, which a batched scalar cannot give, so `_ScalarIndexing` turns it into a gather.
+Indices are global, whatever the layout; how a function of a pair is asked for a whole tile is in `pairwise`.
 """
 
 from __future__ import annotations
@@ -15,21 +12,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from longmesh.attention.kernel.base import Coordinates, Score
 from longmesh.attention.kernel.lower import Call
-
-
-class _ScalarIndexing(TorchFunctionMode):
-    """`tensor[i, j]` with tensor indices becomes aten.index, which vmap knows how to batch."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is Tensor.__getitem__:
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if all(isinstance(i, Tensor) and i.dtype != torch.bool for i in index):
-                return torch.ops.aten.index(args[0], list(index))
-        return func(*args, **(kwargs or {}))
+from longmesh.attention.pairwise import apply_mask_mod
 
 
 def indices(
@@ -41,33 +27,6 @@ def indices(
     b_B = torch.arange(where.batch_start, where.batch_start + B, device=device)
     h_H = torch.arange(where.head_start, where.head_start + H, device=device)
     return b_B, h_H, where.q_rows(*call_rows, device), where.k_rows(*call_keys, device)
-
-
-def apply_score_mod(score_mod: Callable, score_BHLM: Tensor, at: tuple[Tensor, ...]) -> Tensor:
-    """score_mod on every pair; differentiable in the score and in what the function captured."""
-    fn = score_mod
-    for dims in (
-        (0, None, None, None, 0),
-        (0, None, None, 0, None),
-        (0, None, 0, None, None),
-        (0, 0, None, None, None),
-    ):
-        fn = torch.vmap(fn, in_dims=dims)
-    with _ScalarIndexing():
-        return fn(score_BHLM, *at).to(score_BHLM.dtype)
-
-
-def apply_mask_mod(mask_mod: Callable, at: tuple[Tensor, ...]) -> Tensor:
-    """mask_mod on every pair, as bool (B or 1, H or 1, L, M): 1 where it does not look at that index."""
-    fn = mask_mod
-    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
-        fn = torch.vmap(fn, in_dims=dims)
-    with _ScalarIndexing():
-        mask = fn(*at)
-    for dim in (0, 1):  # vmap expands what did not depend on the index: stride 0
-        if mask.stride(dim) == 0:
-            mask = mask.narrow(dim, 0, 1)
-    return mask
 
 
 def bias_tile(bias: Tensor, at: tuple[Tensor, ...]) -> Tensor:

@@ -7,9 +7,8 @@ becomes one of
     full     a plain slice
     partial  an elementwise slice: the kernel asks the function again, at global positions
 
-Pitfall: the function sees tensors that broadcast against each other (`b` a scalar, `h` of shape
-(heads, 1, 1), `q_idx` (queries, 1), `kv_idx` (1, keys)), so it must be made of torch operators; a block
-is full or empty only if it is so for every head.
+Pitfall: the function is vmapped, as FlexAttention does, so it must be made of torch operators; a block is full
+or empty only if it is so for every head.
 """
 
 import dataclasses
@@ -20,9 +19,11 @@ import torch
 
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, UNBOUNDED
+from longmesh.attention.pairwise import apply_mask_mod
 from longmesh.errors import LongmeshError
 
 _EMPTY, _PARTIAL, _FULL = 0, 1, 2
+_PAIRS_AT_ONCE = 1 << 21
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +37,10 @@ class MaskMod(Mask):
         return self.rows
 
     def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
-        num_blocks = -(-seq_len // self.block)
-        kinds = np.zeros((num_blocks, num_blocks), dtype=np.int8)
-        for strip in range(num_blocks):
-            kinds[strip] = _classify_strip(self, strip, seq_len, row, num_heads)
-        return slices_of_blocks(kinds, self.block, self.block, seq_len)
+        step = self.block * max(1, _PAIRS_AT_ONCE // (self.block * seq_len * num_heads))
+        strips = [(q, min(q + step, seq_len)) for q in range(0, seq_len, step)]
+        kinds = [_classify(self, strip, seq_len, row, num_heads) for strip in strips]
+        return slices_of_blocks(np.concatenate(kinds), self.block, self.block, seq_len)
 
     def visible(self, b, h, q_idx, kv_idx):
         return self.fn(b, h, q_idx, kv_idx)
@@ -49,20 +49,20 @@ class MaskMod(Mask):
         return f"mask_mod({getattr(self.fn, '__name__', self.fn)})"
 
 
-def _classify_strip(mask: MaskMod, strip: int, seq_len: int, row: int, num_heads: int) -> np.ndarray:
-    """Empty, partial or full for each block of one strip of queries."""
-    q = torch.arange(strip * mask.block, min((strip + 1) * mask.block, seq_len)).unsqueeze(1)
-    k = torch.arange(seq_len).unsqueeze(0)
-    h = torch.arange(num_heads).reshape(-1, 1, 1)
-    seen = mask.fn(torch.tensor(row), h, q, k)
-    if not isinstance(seen, torch.Tensor) or seen.dtype != torch.bool:
-        got = seen.dtype if isinstance(seen, torch.Tensor) else type(seen).__name__
-        raise LongmeshError(f"{mask} returned {got}; a mask_mod returns a boolean tensor")
-    seen = torch.broadcast_to(seen, torch.broadcast_shapes(seen.shape, (len(q), seq_len)))
-    flat = seen.reshape(-1, seq_len)
-    starts = np.arange(0, seq_len, mask.block)
-    some = np.logical_or.reduceat(flat.any(dim=0).numpy(), starts)
-    every = np.logical_and.reduceat(flat.all(dim=0).numpy(), starts)
+def _classify(mask: MaskMod, strip: tuple[int, int], seq_len: int, row: int, num_heads: int) -> np.ndarray:
+    """Empty, partial or full for each block of a strip of queries that begins with a block: (blocks, blocks)."""
+    at = (torch.tensor([row]), torch.arange(num_heads), torch.arange(*strip), torch.arange(seq_len))
+    try:
+        seen_BHLM = apply_mask_mod(mask.fn, at)
+    except ValueError as error:  # vmap's, of a result that is no tensor
+        raise LongmeshError(f"{mask}: a mask_mod returns a boolean tensor; {error}") from error
+    if seen_BHLM.dtype != torch.bool:
+        raise LongmeshError(f"{mask} returned {seen_BHLM.dtype}; a mask_mod returns a boolean tensor")
+    rows, keys = np.arange(0, strip[1] - strip[0], mask.block), np.arange(0, seq_len, mask.block)
+    seen_XLM = seen_BHLM.flatten(0, 1)
+    some = np.logical_or.reduceat(seen_XLM.any(dim=0).numpy(), keys, axis=1)
+    every = np.logical_and.reduceat(seen_XLM.all(dim=0).numpy(), keys, axis=1)
+    some, every = np.logical_or.reduceat(some, rows), np.logical_and.reduceat(every, rows)
     return some.astype(np.int8) + every.astype(np.int8)
 
 

@@ -20,6 +20,7 @@ block with `elementwise` asks `mask.visible` at those positions.
 
 import dataclasses
 import functools
+import hashlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -191,6 +192,17 @@ class AttentionPlan:
     @property
     def num_ranks(self) -> int:
         return self.inner * self.outer
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The same for the same plan in every process: who owns, computes and sends what."""
+        found = hashlib.blake2b(f"{self.seq_len} {self.inner} {self.outer}".encode(), digest_size=8)
+        for row in self.rows:
+            s = row.schedule
+            found.update(repr((row.ownership.pieces, row.ownership.stride)).encode())
+            for array in (s.fragments, s.queries, s.tiles):
+                found.update(array.tobytes())
+        return found.hexdigest()
 
     def stats(self) -> "tuple[RankStats, ...]":
         """Figures for each rank, summed over the batch rows of the plan."""
