@@ -1,21 +1,20 @@
-"""Attention inside what users wrap around it, what travels, and that it travels while computing."""
+"""Attention inside what users wrap around it, and that what travels is what the plan says."""
 
 from __future__ import annotations
 
-import time
+import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from longmesh.attention import ContextParallel, masks
-from longmesh.attention.driver import Task, run_forward
-from longmesh.attention.kernel.base import Score
-from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.comm import record_comm
-from longmesh.comm.p2p import Pending
+from longmesh.errors import LongmeshError
 from longmesh.testing.mesh import cpu_mesh
 
 
@@ -61,7 +60,10 @@ def bytes_of_plan_and_run(mesh_shape, mask, layout, exchange):
     q, k = torch.randn(1, 4, cp.num_tokens, 8), torch.randn(1, 2, cp.num_tokens, 8)
     with record_comm() as log:
         cp(q, k, k)
-    return log.total_bytes, cp.plan.stats()[cp.rank].sent_bytes
+    moved = [e.sent_bytes for e in log.events if e.kind in ("all_to_all", "send_receive")]
+    # The rest is the ranks' word that the call is in order: two numbers.
+    assert log.counts["all_reduce"] == 1 and log.total_bytes - sum(moved) <= 64
+    return sum(moved), cp.plan.stats()[cp.rank].sent_bytes
 
 
 def test_what_is_sent_is_what_the_plan_says(pool):
@@ -80,48 +82,6 @@ def test_what_is_sent_is_what_the_plan_says(pool):
         )
         for sent, planned in results:
             assert sent == planned, (mask, layout, exchange)
-
-
-STEP = 0.08
-
-
-class Until:
-    """A piece of work that ends at a given time."""
-
-    def __init__(self, end: float) -> None:
-        self.end = end
-
-    def wait(self) -> None:
-        time.sleep(max(0.0, self.end - time.perf_counter()))
-
-
-class SlowTask(Task):
-    def start(self, move, source_SW) -> Pending:
-        pending = super().start(move, source_SW)
-        pending.works.append(Until(time.perf_counter() + STEP))  # type: ignore[arg-type]
-        return pending
-
-
-class SlowKernel(CpuFlash):
-    def forward(self, *args, **kwargs):
-        time.sleep(STEP)
-        return super().forward(*args, **kwargs)
-
-
-def time_of_slow_ring():
-    cp = ContextParallel(cpu_mesh(4), seq_len=16, mask=masks.full(), layout="contiguous", exchange="ring")
-    q = torch.randn(1, 8, 4, 64)
-    cp(q, q, q)
-    heads = cp._plan_heads(8, 8, 64, 4)
-    task = SlowTask(heads.routes[0], SlowKernel(), Score(), heads.outer, heads.inner)
-    start = time.perf_counter()
-    run_forward(task, q, q, q)
-    return time.perf_counter() - start
-
-
-def test_transfers_are_under_way_while_computing(pool):
-    """Four stages of one step each; in turn with three transfers it would be seven steps."""
-    assert min(min(pool.run(time_of_slow_ring, ranks=4, timeout=300.0)) for _ in range(2)) < 5.5 * STEP
 
 
 def compiled(exchange, layout, backend):
@@ -147,6 +107,57 @@ def test_compiled_is_one_graph(pool):
         assert pool.run(compiled, exchange, layout, "aot_eager", ranks=2, timeout=300.0) == [True] * 2
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_compiled_by_inductor(pool):
+    assert pool.run(compiled, "sparse", "zigzag", "inductor", ranks=2, timeout=300.0) == [True] * 2
+
+
+def later(score, b, h, i, j):
+    return score - 0.1 * (i - j)
+
+
+def compiled_around():
+    """What the op does not take runs uncompiled between two graphs."""
+    torch._dynamo.reset()
+    cp = ContextParallel(cpu_mesh(2), seq_len=29, layout="zigzag", exchange="ring")
+    q = torch.randn(1, 2, cp.num_tokens, 8, requires_grad=True)
+
+    def run(q):
+        return cp(q + 1, q, q, score_mod=later, dropout_p=0.1, dropout_seed=3) * 2
+
+    want, got = run(q), torch.compile(run, backend="aot_eager")(q)
+    torch.testing.assert_close(got, want)
+    first, second = (torch.autograd.grad(out.sum(), q)[0] for out in (want, got))
+    torch.testing.assert_close(second, first)
+    return True
+
+
+# After a graph break torch itself asks a tensor that is no leaf for its gradient, and warns.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_functions_and_dropout_break_the_graph(pool):
+    assert pool.run(compiled_around, ranks=2, timeout=300.0) == [True] * 2
+
+
+def compiled_wrongly():
+    torch._dynamo.reset()
+    cp = ContextParallel(cpu_mesh(2), seq_len=10, layout="contiguous", exchange="ring")
+    k = torch.randn(1, 3 if cp.rank else 2, 5, 8)
+    fn = torch.compile(lambda q, k: cp(q, k, k) + 1, backend="aot_eager", fullgraph=True)
+    try:
+        fn(torch.randn(1, 4, 5, 8), k)
+    except LongmeshError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_one_wrong_rank_is_an_error_on_all_when_compiled(pool):
+    for text in pool.run(compiled_wrongly, ranks=2, timeout=60.0):
+        assert "3 key heads do not divide 4 query heads" in text
+
+
 class Layer(torch.nn.Module):
     def __init__(self, cp) -> None:
         super().__init__()
@@ -155,7 +166,7 @@ class Layer(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(16, 48, generator=draw, dtype=torch.float64))
 
     def forward(self, x):
-        return layer(self.cp, x, self.weight)
+        return x + layer(self.cp, x, self.weight)
 
 
 def data_parallel(exchange):
@@ -175,30 +186,24 @@ def test_inside_ddp_weight_gradients_are_those_of_the_whole_sequence(pool):
         assert pool.run(data_parallel, exchange, ranks=2, timeout=300.0) == [True] * 2
 
 
-def errors_against_float64(dtype):
-    """The greatest errors of output and gradients: on the ranks, and by one process."""
-    cp = ContextParallel(cpu_mesh(4), seq_len=500, layout="zigzag", exchange="ring")
-    whole = [torch.randn(1, 4, 500, 32).to(dtype) for _ in range(4)]
-
-    def run(attend, tensors):
-        *qkv, dout = tensors
-        qkv = [t.detach().requires_grad_() for t in qkv]
-        out = attend(*qkv)
-        return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
-
-    def plain(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    exact = run(plain, [t.double() for t in whole])
-    ours = [cp.unshard(t, dim=2) for t in run(cp, [cp.shard(t, dim=2) for t in whole])]
-    return [
-        [float((t.double() - e).abs().max()) for t, e in zip(found, exact, strict=True)]
-        for found in (ours, run(plain, whole))
-    ]
+def fully_sharded(exchange, mesh_shape):
+    """Weight gradients of a model whose weights FSDP2 shards over the first axis, sequences cut over the last."""
+    mesh = cpu_mesh(*mesh_shape, names=("dp", "cp")[-len(mesh_shape) :])
+    cp = ContextParallel(mesh["cp"], seq_len=29, layout="zigzag", exchange=exchange)
+    samples = torch.randn(mesh_shape[0] if len(mesh_shape) == 2 else 1, 29, 16, dtype=torch.float64)
+    mine = samples[mesh.get_local_rank("dp")] if len(mesh_shape) == 2 else samples[0]
+    model = fully_shard(Layer(cp), mesh=mesh[mesh.mesh_dim_names[0]])
+    model(cp.shard(mine[None], dim=1)).square().sum().backward()
+    grad = model.weight.grad.full_tensor() * mesh_shape[0]  # FSDP averages
+    if len(mesh_shape) == 2:
+        dist.all_reduce(grad, group=mesh.get_group("cp"))
+    whole = Layer(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    whole(samples).square().sum().backward()
+    torch.testing.assert_close(grad, whole.weight.grad)
+    return True
 
 
-def test_errors_do_not_grow_with_the_ranks(pool):
-    for dtype in (torch.float32, torch.bfloat16):
-        ours, single = pool.run(errors_against_float64, dtype, ranks=4, timeout=300.0)[0]
-        for mine, other in zip(ours, single, strict=True):
-            assert mine <= 2 * other, (dtype, ours, single)
+def test_inside_fsdp2(pool):
+    for exchange in ("ring", "ulysses"):
+        assert pool.run(fully_sharded, exchange, (2,), ranks=2, timeout=300.0) == [True] * 2
+    assert pool.run(fully_sharded, "sparse", (2, 2), ranks=4, timeout=300.0) == [True] * 4
