@@ -1,7 +1,26 @@
-"""Escape hatches: plain functions on DTensors, rules of your own, plain tensors among DTensors."""
+"""Escape hatches: plain functions on DTensors, rules of your own, plain tensors among DTensors; and the scope of
+context parallelism."""
 
+from longmesh.experimental.context_parallel import (
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    disable_context_parallel,
+    enable_context_parallel,
+    set_rotate_method,
+)
 from longmesh.experimental.local_map import local_map
 from longmesh.experimental.register_sharding import register_sharding
 from longmesh.experimental.replication import implicit_replication
 
-__all__ = ["implicit_replication", "local_map", "register_sharding"]
+__all__ = [
+    "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
+    "disable_context_parallel",
+    "enable_context_parallel",
+    "implicit_replication",
+    "local_map",
+    "register_sharding",
+    "set_rotate_method",
+]

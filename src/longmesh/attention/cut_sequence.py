@@ -1,0 +1,147 @@
+"""CutSequence: one sequence cut over a mesh, and attention over it as F.scaled_dot_product_attention is called.
+
+    cut = CutSequence(mesh, seq_len=S)                      # head-tail: a function of length and ranks alone
+    out = cut.attend(q, k, v, is_causal=True)               # q, k, v: this rank's tokens
+
+The tokens stay where they are whatever a call's mask; what depends on the mask (who computes what, what travels)
+is planned when a mask is first seen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.attention import masks
+from longmesh.attention.api import ContextParallel
+from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.layout.base import Layout
+from longmesh.attention.layout.given import Given
+from longmesh.attention.mask.base import Mask
+from longmesh.comm import collectives, comm_of
+from longmesh.errors import LongmeshError
+
+
+class CutSequence:
+    """Made by every rank of the mesh with the same arguments. Making it communicates nothing.
+
+    `mask` holds for every call; a call that is causal besides sees what both show it.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        seq_len: int,
+        mask: Mask | None = None,
+        layout: Layout | str = "zigzag",
+        exchange: Exchange | str = "auto",
+    ) -> None:
+        self.mesh = mesh
+        self.seq_len = seq_len
+        self._mask = mask
+        self._exchange = exchange
+        # A layout that looks at the mask looks at this one: most models are causal.
+        self.lead = ContextParallel(
+            mesh, seq_len=seq_len, mask=mask or masks.causal(), layout=layout, exchange=exchange
+        )
+        self._engines: dict[object, ContextParallel] = {"causal" if mask is None else None: self.lead}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.lead.num_tokens
+
+    def engine(self, is_causal: bool, mask: Mask | None = None) -> ContextParallel:
+        """The engine for the mask of the sequence, a call's own and causality together."""
+        key = mask if mask is not None else ("causal" if is_causal else None)
+        if key not in self._engines:
+            parts = [m for m in (self._mask, mask, masks.causal() if is_causal else None) if m is not None]
+            whole = parts[0] if parts else masks.full()
+            for part in parts[1:]:
+                whole = whole & part
+            self._engines[key] = ContextParallel(
+                self.mesh,
+                seq_len=self.seq_len,
+                mask=whole,
+                layout=Given(self.lead.plan.rows[0].ownership),
+                exchange=self._exchange,
+            )
+        return self._engines[key]
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """F.scaled_dot_product_attention over the whole sequence, of this rank's queries. Collective.
+
+        `attn_mask` covers the whole sequence: (..., seq_len, seq_len), or 1 where it broadcasts.
+        """
+        self._check_lengths(query, key, value)
+        if query.ndim >= 3 and query.shape[-3] != key.shape[-3] and not enable_gqa:
+            raise LongmeshError(
+                f"{query.shape[-3]} query heads and {key.shape[-3]} key heads: pass enable_gqa=True, as for "
+                "scaled_dot_product_attention anywhere"
+            )
+        leading = query.shape[:-2]
+        q, k, v = (_four_dims(t) for t in (query, key, value))
+        out = self.engine(is_causal)(
+            q,
+            k,
+            v,
+            scale=scale,
+            bias=None if attn_mask is None else self._bias(attn_mask, q.dtype),
+            dropout_p=dropout_p,
+            dropout_seed=self._common_seed() if dropout_p else None,
+        )
+        return out.reshape(*leading, *out.shape[-2:])
+
+    def _check_lengths(self, *tensors: Tensor) -> None:
+        lengths = [t.shape[-2] for t in tensors]
+        if lengths != [self.num_tokens] * 3:
+            uncut = " (the whole sequence, uncut)" if self.seq_len in lengths else ""
+            raise LongmeshError(
+                f"attention over a cut sequence: this rank has {self.num_tokens} of {self.seq_len} tokens, but "
+                f"query, key and value have {lengths}{uncut}; cut what they are made of with the sequence: list it "
+                "among the scope's buffers, or call such attention outside the scope"
+            )
+
+    def _bias(self, attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
+        sizes = tuple(attn_mask.shape[-2:])
+        if attn_mask.ndim < 2 or any(size not in (1, self.seq_len) for size in sizes):
+            raise LongmeshError(
+                f"attn_mask is {tuple(attn_mask.shape)}: over a cut sequence it must cover the whole of it, "
+                f"(..., {self.seq_len}, {self.seq_len}); or give the mask once as mask=, e.g. masks.documents(lengths)"
+            )
+        if attn_mask.dtype is torch.bool:
+            hidden = torch.zeros(attn_mask.shape, dtype=dtype, device=attn_mask.device)
+            attn_mask = hidden.masked_fill(~attn_mask, float("-inf"))
+        shape = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
+        return attn_mask.reshape(shape).to(dtype)
+
+    def _common_seed(self) -> int:
+        """One number for all ranks, drawn from the first rank's generator, which checkpointing restores."""
+        seed = torch.randint(1 << 31, ())
+        group = comm_of(self.mesh).group(tuple(range(self.mesh.ndim)))
+        if group.size == 1:
+            return int(seed)
+        device = "cpu" if group.is_gloo else self.mesh.device_type
+        return int(collectives.all_gather(seed.view(1).to(device), group=group)[0])
+
+
+def _four_dims(tensor: Tensor) -> Tensor:
+    """(batch, heads, tokens, head dim)."""
+    if tensor.ndim == 4:
+        return tensor
+    if tensor.ndim < 4:
+        return tensor.reshape((1,) * (4 - tensor.ndim) + tuple(tensor.shape))
+    return tensor.reshape(-1, *tensor.shape[-3:])

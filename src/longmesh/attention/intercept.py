@@ -1,0 +1,132 @@
+"""AttentionMode: F.scaled_dot_product_attention on a rank's tokens becomes attention over the whole sequence.
+
+    with AttentionMode(cut):
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)     # exact, over all ranks
+
+A TorchFunctionMode: it holds for this thread and for the backward that is started inside it, recomputation of
+checkpoints included, and nothing is patched. What computes attention in another way is refused, since it would
+see this rank's tokens only.
+
+Pitfall: a backward after the scope runs without the mode; a checkpoint then recomputes other tensors than it saved,
+and torch raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from longmesh.attention.cut_sequence import CutSequence
+from longmesh.errors import LongmeshError
+
+_REFUSED = frozenset(
+    (
+        "multi_head_attention_forward",
+        "_native_multi_head_attention",
+        "_transformer_encoder_layer_fwd",
+        "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "flex_attention",
+    )
+)
+# What runs the autograd engine.
+_ENGINE = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad))
+
+
+class AttentionMode(TorchFunctionMode):
+    """Inside, attention on tensors of `cut.num_tokens` tokens runs over the whole sequence.
+
+    Other lengths are left to the mode around this one, if there is one, else refused.
+    """
+
+    def __init__(self, cut: CutSequence, *, is_nested: bool = False) -> None:
+        super().__init__()
+        self.cut = cut
+        self._is_nested = is_nested
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            if self._is_nested and args and args[0].shape[-2] != self.cut.num_tokens:
+                return func(*args, **kwargs)
+            _refuse_reentrant_checkpoint()
+            with torch._C.DisableTorchFunction():
+                return self.cut.attend(*args, **kwargs)
+        if func in _ENGINE:
+            return self._differentiate(func, args, kwargs)
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if name in _REFUSED:
+            raise LongmeshError(
+                f"{name} inside a scope of context parallelism would attend to this rank's tokens only; use "
+                "F.scaled_dot_product_attention, longmesh.flex_attention or ContextParallel"
+            )
+        return func(*args, **kwargs)
+
+    def _differentiate(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the autograd engine with the mode on, since what a checkpoint recomputes must meet it.
+
+        A mode is off while it handles a function. Edges of the graph are no tensors, so the same function on edges
+        does not ask the mode again.
+        """
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        names = list(inspect.signature(func).parameters)
+        roots = _as_tuple(given.pop(names[0]))
+        grad_name = next(name for name in names if name in ("gradient", "grad_tensors", "grad_outputs"))
+        grads = given.pop(grad_name, None)
+        grads = (None,) * len(roots) if grads is None else _as_tuple(grads)
+        if len(grads) != len(roots) or _needs_torch(roots, grads):
+            return func(*args, **kwargs)
+        grads = tuple(torch.ones_like(t) if g is None else g for t, g in zip(roots, grads, strict=True))
+        if given.get("inputs") is not None:
+            given["inputs"] = tuple(_edge(t) for t in _as_tuple(given["inputs"]))
+        edges = tuple(_edge(t) for t in roots)
+        with self:
+            if func is torch.autograd.grad:
+                return torch.autograd.grad(edges, given.pop("inputs"), grads, **given)
+            return torch.autograd.backward(edges, grads, **given)
+
+
+def _edge(tensor: torch.Tensor | GradientEdge) -> GradientEdge:
+    return get_gradient_edge(tensor) if isinstance(tensor, torch.Tensor) else tensor
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, (torch.Tensor, GradientEdge)) else tuple(value)
+
+
+def _needs_torch(roots: tuple[Any, ...], grads: tuple[Any, ...]) -> bool:
+    """Whether torch has something to say first: no graph, or no gradient where one is needed."""
+    pairs = zip(roots, grads, strict=True)
+    return any(
+        isinstance(t, torch.Tensor) and (not t.requires_grad or (g is None and t.numel() != 1))
+        for t, g in pairs
+    )
+
+
+def _refuse_reentrant_checkpoint() -> None:
+    """A reentrant checkpoint recomputes in its backward, which may come after the scope and can't be told."""
+    if torch.is_grad_enabled():
+        return
+    code = CheckpointFunction.forward.__code__
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is code:
+            raise LongmeshError(
+                "attention in a reentrant checkpoint inside a scope of context parallelism: its recomputation might "
+                "run after the scope, on this rank's tokens only; use checkpoint(..., use_reentrant=False)"
+            )
+        frame = frame.f_back

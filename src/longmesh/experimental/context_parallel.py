@@ -1,0 +1,236 @@
+"""context_parallel: inside the scope, buffers are cut over the sequence and attention is exact over all of it.
+
+    with context_parallel(mesh, buffers=[tokens, labels, freqs], buffer_seq_dims=[1, 1, 0]):
+        loss = model(tokens, labels)           # F.scaled_dot_product_attention sees the whole sequence
+        loss.backward()
+
+Names and meaning as in torch.distributed.tensor.experimental, with `mask`, `layout` and `exchange` besides. Any
+length on any number of ranks.
+
+Pitfall: unless `layout` is given, tokens are cut head-tail, a function of length and ranks alone, which
+`context_parallel_unshard` assumes outside a scope; inside, it takes the scope's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.attention import ContextParallel, Exchange, Layout, masks
+from longmesh.attention.cut_sequence import CutSequence
+from longmesh.attention.intercept import AttentionMode
+from longmesh.comm import collectives, comm_of
+from longmesh.errors import LongmeshError
+
+_DEFAULT_LAYOUT = "zigzag"
+# torch's names; its "alltoall" sends each shard on to the next rank.
+_ROTATE_METHODS = {"allgather": "allgather", "alltoall": "ring"}
+
+
+@dataclass(frozen=True)
+class _State:
+    """The scopes that are open in this thread, the innermost last, and the exchange that the user chose."""
+
+    modes: tuple[AttentionMode, ...] = ()
+    exchange: str = "auto"
+
+
+_state: ContextVar[_State] = ContextVar("longmesh_context_parallel", default=_State())  # noqa: B039 - a frozen value
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: list[Tensor] | None = None,
+    buffer_seq_dims: list[int] | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+    mask: masks.Mask | None = None,
+    layout: Layout | str | None = None,
+    exchange: Exchange | str | None = None,
+) -> Iterator[ContextParallel]:
+    """Cut `buffers` along `buffer_seq_dims` over the ranks of the mesh, and make attention see the whole sequence.
+
+    Buffers keep their identity and are restored on exit, also after an exception, but for those in
+    `no_restore_buffers`. Yields the engine, for its `positions`, `plan` and `explain()`. `mask` holds for every
+    call of attention inside, together with the call's own `is_causal`.
+    """
+    buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    _check_mesh(mesh)
+    seq_len = _check_buffers(buffers, dims, no_restore_buffers or set())
+    cut = CutSequence(
+        mesh,
+        seq_len=seq_len,
+        mask=mask,
+        layout=layout or _DEFAULT_LAYOUT,
+        exchange=exchange or _state.get().exchange,
+    )
+    kept = no_restore_buffers or set()
+    restore = [(b, b.detach()) for b in buffers if not any(b is other for other in kept)]
+    mode = _open(cut)
+    try:
+        # New memory for each: buffers may share theirs, as inputs and labels of one batch do.
+        parts = [cut.lead.shard(b.detach(), dim) for b, dim in zip(buffers, dims, strict=True)]
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.data = part
+        yield cut.lead
+    finally:
+        _close(mode)
+        for buffer, original in restore:
+            buffer.data = original
+
+
+def enable_context_parallel(
+    mesh: DeviceMesh,
+    seq_len: int,
+    *,
+    mask: masks.Mask | None = None,
+    layout: Layout | str | None = None,
+    exchange: Exchange | str | None = None,
+) -> ContextParallel:
+    """From here to `disable_context_parallel`, attention in this thread runs over the whole sequence.
+
+    Cuts nothing: use the engine's `shard`, or `context_parallel_shard`.
+    """
+    _check_mesh(mesh)
+    chosen = exchange or _state.get().exchange
+    cut = CutSequence(mesh, seq_len=seq_len, mask=mask, layout=layout or _DEFAULT_LAYOUT, exchange=chosen)
+    _open(cut)
+    return cut.lead
+
+
+def disable_context_parallel() -> None:
+    """End what the last `enable_context_parallel` began."""
+    modes = _state.get().modes
+    if not modes:
+        raise LongmeshError(
+            "disable_context_parallel: no scope of context parallelism is open in this thread"
+        )
+    _close(modes[-1])
+
+
+def context_parallel_shard(
+    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], layout: Layout | str | None = None
+) -> list[Tensor]:
+    """This rank's part of each tensor, in a new one. Sends nothing."""
+    seq_len = _check_buffers(list(buffers), list(seq_dims), set())
+    engine = _engine_of(mesh, seq_len, layout)
+    return [engine.shard(b, dim) for b, dim in zip(buffers, seq_dims, strict=True)]
+
+
+@torch.no_grad()
+def context_parallel_unshard(
+    mesh: DeviceMesh,
+    buffers: list[Tensor],
+    seq_dims: list[int],
+    load_balancer: Layout | str | None = None,
+) -> list[Tensor]:
+    """The whole tensors from every rank's parts. Collective over the mesh; without gradients.
+
+    `load_balancer`: the layout they were cut with, if it is neither the open scope's nor the default.
+    """
+    if len(buffers) != len(seq_dims):
+        raise LongmeshError(f"context_parallel_unshard: {len(buffers)} buffers, {len(seq_dims)} seq_dims")
+    lengths = [b.shape[d] for b, d in zip(buffers, seq_dims, strict=True)]
+    totals = _sum_over(mesh, lengths, buffers[0].device if buffers else torch.device("cpu"))
+    return [
+        _engine_of(mesh, total, load_balancer).unshard(b, d)
+        for b, d, total in zip(buffers, seq_dims, totals, strict=True)
+    ]
+
+
+def set_rotate_method(rotate_method: str) -> None:
+    """How keys and values travel in scopes that give no exchange=: "allgather", or "alltoall", which is a ring."""
+    if rotate_method not in _ROTATE_METHODS:
+        raise LongmeshError(
+            f"set_rotate_method({rotate_method!r}): allowed are {' and '.join(map(repr, _ROTATE_METHODS))}; "
+            "other exchanges are an argument of the scope: context_parallel(..., exchange='sparse')"
+        )
+    _state.set(_State(_state.get().modes, _ROTATE_METHODS[rotate_method]))
+
+
+def current_cut() -> CutSequence | None:
+    """The sequence of the innermost open scope."""
+    modes = _state.get().modes
+    return modes[-1].cut if modes else None
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    cut = current_cut()
+    if cut is not None and cut.mesh != mesh:
+        raise LongmeshError(
+            f"a scope of context parallelism over {mesh} inside one over {cut.mesh}: attention could not tell whose "
+            "tokens it sees; close the outer one first"
+        )
+
+
+def _open(cut: CutSequence) -> AttentionMode:
+    state = _state.get()
+    mode = AttentionMode(cut, is_nested=bool(state.modes))
+    mode.__enter__()
+    _state.set(_State((*state.modes, mode), state.exchange))
+    return mode
+
+
+def _close(mode: AttentionMode) -> None:
+    state = _state.get()
+    if not state.modes or state.modes[-1] is not mode:
+        raise LongmeshError("scopes of context parallelism must be closed in the reverse order of opening")
+    _state.set(_State(state.modes[:-1], state.exchange))
+    mode.__exit__(None, None, None)
+
+
+def _engine_of(mesh: DeviceMesh, seq_len: int, layout: Layout | str | None) -> ContextParallel:
+    cut = current_cut()
+    if layout is None and cut is not None and cut.mesh == mesh and cut.seq_len == seq_len:
+        return cut.lead
+    return CutSequence(mesh, seq_len=seq_len, layout=layout or _DEFAULT_LAYOUT).lead
+
+
+def _sum_over(mesh: DeviceMesh, numbers: list[int], device: torch.device) -> list[int]:
+    """Each number added up over the ranks of the mesh. Collective."""
+    group = comm_of(mesh).group(tuple(range(mesh.ndim)))
+    if group.size == 1 or not numbers:
+        return numbers
+    return collectives.all_reduce(torch.tensor(numbers, device=device), reduce_op="sum", group=group).tolist()
+
+
+def _check_buffers(buffers: list[Tensor], dims: list[int], kept: set[Tensor]) -> int:
+    """The length of the sequence, which all buffers have."""
+    if len(buffers) != len(dims):
+        raise LongmeshError(
+            f"context_parallel: {len(buffers)} buffers, but {len(dims)} sequence dims; give one dim for each"
+        )
+    if not buffers:
+        raise LongmeshError(
+            "context_parallel: no buffers, so the length of the sequence is not known; pass buffers=, or use "
+            "enable_context_parallel(mesh, seq_len)"
+        )
+    if any(not any(k is b for b in buffers) for k in kept):
+        raise LongmeshError("context_parallel: no_restore_buffers has a tensor that is not among the buffers")
+    lengths: list[int] = []
+    for buffer, dim in zip(buffers, dims, strict=True):
+        if not -buffer.ndim <= dim < buffer.ndim:
+            raise LongmeshError(f"context_parallel: a buffer of shape {tuple(buffer.shape)} has no dim {dim}")
+        if buffer.requires_grad:
+            raise LongmeshError(
+                f"context_parallel: a buffer of shape {tuple(buffer.shape)} requires grad; cut what a model is "
+                "computed from (tokens, labels, positions), not parameters; cut others with context_parallel_shard"
+            )
+        lengths.append(buffer.shape[dim])
+    if len(set(lengths)) > 1:
+        found = ", ".join(f"{tuple(b.shape)} along dim {d}" for b, d in zip(buffers, dims, strict=True))
+        raise LongmeshError(
+            f"context_parallel: the buffers disagree about the length of the sequence: {found}; give each the dim "
+            "that holds the tokens"
+        )
+    if len({b.device for b in buffers}) > 1:
+        devices = ", ".join(sorted(str(b.device) for b in buffers))
+        raise LongmeshError(f"context_parallel: buffers on several devices: {devices}; bring them onto one")
+    return lengths[0]
