@@ -134,15 +134,15 @@ def short_lived_mesh(ranks, seconds):
 
 
 def hang():
-    """No check: rank 0 and 1 wait in different collectives until the groups' time is up."""
-    one, two = short_lived_mesh([0, 1], 2), short_lived_mesh([0, 1], 2)
+    """No check: ranks 0 and 1 wait in different collectives until the groups' time is up, rank 2 in none."""
+    one, two = short_lived_mesh([0, 1, 2], 1), short_lived_mesh([0, 1, 2], 1)
     x, y = tensors(one)[0], tensors(two)[0]
     dist.barrier()
     start = time.monotonic()
     try:
         if dist.get_rank() == 0:
             x.full_tensor()
-        else:
+        elif dist.get_rank() == 1:
             y.sum().full_tensor()
     except CollectiveError as error:
         return str(error), time.monotonic() - start
@@ -150,12 +150,15 @@ def hang():
 
 
 def test_without_the_check_a_hang_ends_with_the_last_collective_of_each_rank(pool):
-    for text, seconds in pool.run(hang, ranks=2):
+    *told, nothing = pool.run(hang, ranks=3)
+    assert nothing is None
+    for text, seconds in told:
         assert seconds < 30
         assert "did not end: " in text
         assert "the last collective of each rank of the group:" in text
         assert "rank 0: all_gather of (6,) float32 over axis 'tp', called at " in text
         assert "rank 1: all_reduce of () float32 over axis 'tp', called at " in text
+        assert "rank 2: no word within 5 s: it is in no collective (it left, died or computes)" in text
         assert text.count("test_debug_desync.py:") == 2
 
 

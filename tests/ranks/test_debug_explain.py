@@ -1,6 +1,7 @@
 """explain, strict and visualize_sharding on real ranks."""
 
 import contextlib
+import contextvars
 import inspect
 import io
 import warnings
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from longmesh import Partial, Replicate, Shard, distribute_tensor, plan_redistribute
-from longmesh.comm import record_comm
-from longmesh.debug import explain, strict, visualize_sharding
+from longmesh.comm import comm_of, record_comm
+from longmesh.comm.collectives import all_gather
+from longmesh.debug import CommDebugMode, explain, strict, visualize_sharding
 from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
 
@@ -165,6 +167,46 @@ def strict_backward():
     except LongmeshError as error:
         return str(error), line
     return None
+
+
+def strict_elsewhere():
+    """As in a thread that autograd makes for a device: the mode is there, Python's context variables are not."""
+    x, w = sharded(2)
+    texts = []
+    with strict():
+        try:
+            contextvars.Context().run(program, x, w)
+        except LongmeshError as error:
+            texts.append(str(error))
+    mode = CommDebugMode()
+    with mode:
+        contextvars.Context().run(x.full_tensor)
+    return texts, mode.get_total_counts()
+
+
+def test_threads_without_context_variables_are_watched_too(pool):
+    texts, counted = pool.run(strict_elsewhere, ranks=2)[0]
+    assert len(texts) == 1 and counted == 1
+
+
+def loose():
+    mesh = cpu_mesh(2)
+    x = distribute_tensor(torch.ones(3), mesh, [Shard(0)], src_data_rank=None)
+    pieces = distribute_tensor(torch.ones(3, dtype=torch.int16), mesh, [Shard(0)], src_data_rank=None)
+    group = comm_of(mesh).group((0,))
+
+    def run():
+        all_gather(x.to_local().new_ones(2), group=group)
+        pieces.sum(dtype=torch.int16).full_tensor()  # reduced by two collectives, one redistribution
+
+    found = explain(run)
+    return [type(step).__name__ for step in found.steps], str(found)
+
+
+def test_collectives_that_are_neither_an_ops_nor_a_redistributions(pool):
+    steps, text = pool.run(loose, ranks=2)[0]
+    assert steps[0] == "CommEvent" and steps.count("CommEvent") == 1
+    assert text.splitlines()[0].startswith("   1  all_gather over axis 0, this rank sends 8 B, asked for at ")
 
 
 def test_strict_holds_in_a_backward_pass(pool):

@@ -98,6 +98,11 @@ def is_recording() -> bool:
     return bool(_active.get())
 
 
+def is_told(observer: CommObserver) -> bool:
+    """Whether `observer` is told of what runs here: threads that autograd makes of itself start without any."""
+    return any(active is observer for active in _active.get())
+
+
 def tell_redistribute(plan: RedistributePlan) -> None:
     """Tell every observer of a plan that is about to run."""
     for observer in _active.get():

@@ -24,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm
+from longmesh.comm.record import is_told
 from longmesh.debug import comm_report
 from longmesh.debug.foreign import describe_foreign, issued_by_longmesh
 from longmesh.debug.module_stack import ModuleStack
@@ -64,6 +65,7 @@ class CommDebugMode(TorchDispatchMode):
         self.calls: list[CommCall] = []
         self.operations: list[OpCall] = []
         self.modules = ModuleStack()
+        self._own = _OwnCollectives(self)
         self._scopes = ExitStack()
 
     # -- what was counted --------------------------------------------------------------------------
@@ -132,7 +134,7 @@ class CommDebugMode(TorchDispatchMode):
         self.operations.clear()
         self._scopes = ExitStack()
         self._scopes.enter_context(self.modules)
-        self._scopes.enter_context(observe_comm(_OwnCollectives(self)))
+        self._scopes.enter_context(observe_comm(self._own))
         super().__enter__()
         return self
 
@@ -148,7 +150,7 @@ class CommDebugMode(TorchDispatchMode):
         found = describe_foreign(func, args)
         if found is None:
             self.operations.append(_describe_op(func, args, kwargs, module, backward))
-        elif not issued_by_longmesh():
+        elif not (issued_by_longmesh() and is_told(self._own)):
             op, event = found
             call = CommCall(op, event, module, backward, _now_us())
             self.calls.append(call)

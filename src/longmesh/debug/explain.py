@@ -60,11 +60,17 @@ class ExplainedOp:
     collectives: tuple[CommEvent, ...]
 
 
+Step = ExplainedOp | Redistribution | CommEvent
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `explain` saw, in order; prints as text, with colours through rich. `result`: of the function."""
+    """What `explain` saw, in order: ops, redistributions outside of them, and collectives that belong to neither.
 
-    steps: tuple[ExplainedOp | Redistribution, ...]
+    Prints as text, with colours through rich. `result`: of the function.
+    """
+
+    steps: tuple[Step, ...]
     result: Any
 
     @property
@@ -76,7 +82,10 @@ class Explanation:
         """All of them, in the order they ran."""
         found: list[Redistribution] = []
         for step in self.steps:
-            found += step.redistributions if isinstance(step, ExplainedOp) else [step]
+            if isinstance(step, ExplainedOp):
+                found += step.redistributions
+            elif isinstance(step, Redistribution):
+                found.append(step)
         return tuple(found)
 
     @property
@@ -105,13 +114,16 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 class _Recorder(OpWatch):
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[ExplainedOp | Redistribution] = []
+        self.steps: list[Step] = []
 
     def on_op(self, op: WatchedOp) -> None:
         self.steps.append(_explain_op(op))
 
     def on_explicit(self, plan: RedistributePlan, where: str) -> None:
         self.steps.append(Redistribution("asked", plan, where))
+
+    def on_collective(self, event: CommEvent) -> None:
+        self.steps.append(event)
 
 
 def _explain_op(op: WatchedOp) -> ExplainedOp:
@@ -173,6 +185,11 @@ def _lines(explanation: Explanation) -> list[tuple[str, str]]:
     for number, step in enumerate(explanation.steps, 1):
         if isinstance(step, ExplainedOp):
             lines += _op_lines(number, step)
+        elif isinstance(step, CommEvent):
+            what = (
+                f"{step.kind} over {' x '.join(step.axes)}, this rank sends {format_bytes(step.sent_bytes)}"
+            )
+            lines.append((f"{number:4}  {what}, asked for at {step.call_site}", "cyan"))
         else:
             lines.append((f"{number:4}  redistribution, asked for at {step.where}", "cyan"))
             lines += [(f"      {line}", "cyan") for line in step.plan.explain().splitlines()]

@@ -7,15 +7,16 @@ of ops was asked for (`redistribute`, `full_tensor`) or is the gradient of one.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import sys
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm
-from longmesh.comm.record import call_site
+from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm, run_plan
+from longmesh.comm.record import call_site, is_told
 from longmesh.debug.origin import Makers, in_backward, running_node
 from longmesh.plan import RedistributePlan
 from longmesh.spec import Layout
@@ -80,6 +81,7 @@ class OpWatch(TorchDispatchMode):
         super().__init__()
         self._running: WatchedOp | None = None
         self._sites: Makers[str] = Makers()
+        self._inside = _Inside(self)
         self._scopes = ExitStack()
 
     def on_op(self, op: WatchedOp) -> None:
@@ -91,8 +93,11 @@ class OpWatch(TorchDispatchMode):
     def on_explicit(self, plan: RedistributePlan, where: str) -> None:
         """A redistribution outside of ops is about to run."""
 
+    def on_collective(self, event: CommEvent) -> None:
+        """A collective that belongs to no op and no redistribution is about to start."""
+
     def __enter__(self) -> Any:
-        self._scopes.enter_context(observe_comm(_Inside(self)))
+        self._scopes.enter_context(observe_comm(self._inside))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -108,7 +113,8 @@ class OpWatch(TorchDispatchMode):
         op = WatchedOp(func, Operand.all_of((args, kwargs)), self.where())
         outer, self._running = self._running, op
         try:
-            result = func(*args, **kwargs)
+            with nullcontext() if is_told(self._inside) else observe_comm(self._inside):
+                result = func(*args, **kwargs)
         finally:
             self._running = outer
         op.outputs = Operand.all_of(result)
@@ -141,3 +147,15 @@ class _Inside(CommObserver):
     def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
         if self._watch._running is not None:
             self._watch._running.events.append(event)
+        elif not _in_redistribution():
+            self._watch.on_collective(event)
+
+
+def _in_redistribution() -> bool:
+    """Whether a redistribution plan is being run: what it sends, it has told itself."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is run_plan.__code__:
+            return True
+        frame = frame.f_back
+    return False

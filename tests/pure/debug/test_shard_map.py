@@ -1,11 +1,14 @@
 """Who holds what: maps of drawn layouts agree with the layouts' own arithmetic, and pictures show all of it."""
 
+import inspect
 import math
 import xml.etree.ElementTree as ET
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from torch.distributed.tensor.debug import visualize_sharding as reference
 
+from longmesh.debug import visualize_sharding
 from longmesh.debug.picture import Label, Picture, Rectangle, to_svg, write_picture
 from longmesh.debug.shard_map import panels, shard_map
 from longmesh.debug.shard_picture import draw_shards
@@ -127,6 +130,13 @@ def test_png_has_the_colours_of_its_pieces(tmp_path):
     assert pixels[50, 50, :3].tolist() == [1.0, 0.0, 0.0]
     assert pixels[10, 10, :3].tolist() == [1.0, 1.0, 1.0]
     assert pixels[40:60, 110:190, :3].min() < 0.5, "the label is drawn"
+
+
+def test_torchs_arguments_come_first():
+    ours, theirs = (list(inspect.signature(f).parameters.values()) for f in (visualize_sharding, reference))
+    assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [
+        (p.name, p.default, p.kind) for p in theirs
+    ]
 
 
 def test_other_kinds_of_file_are_refused(tmp_path):
