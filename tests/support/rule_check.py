@@ -42,9 +42,10 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def calls_of(fn):
-    """The aten calls that `fn()` makes on plain tensors, with copies of their arguments."""
-    with _Recorder() as recorder, torch.no_grad():
+def calls_of(fn, grad=False):
+    """The aten calls that `fn()` makes on plain tensors, with copies of their arguments; with `grad` it may
+    differentiate."""
+    with _Recorder() as recorder, torch.set_grad_enabled(grad):
         fn()
     return recorder.calls
 

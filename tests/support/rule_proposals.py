@@ -27,7 +27,7 @@ MAX_COMBINATIONS = 400
 
 
 def propose_lines(func, args, kwargs, known=None, ranks=RANKS):
-    """The lines that hold for one aten call and that `known` (its rule's lines) lacks.
+    """The lines that hold for one aten call and that `known` (its rule's lines) lacks; none of a call on nothing.
 
     A line is lacking if no known one takes its inputs as it does. None where there are too many to try.
     """
@@ -36,8 +36,8 @@ def propose_lines(func, args, kwargs, known=None, ranks=RANKS):
     tensors, expected = [], []
     map_tensors(tensors.append, (args, kwargs))
     map_tensors(expected.append, func(*args, **kwargs))
-    if not tensors or not expected:
-        return []
+    if not tensors or not expected or any(not t.numel() for t in (*tensors, *expected)):
+        return []  # of nothing, anything holds
     call = describe(func, args, kwargs)
     outputs = rule.out_meta(call) if rule.out_meta else run_on_meta(call)
     call = OpCall(func, call.args, call.kwargs, call.tensors, outputs)

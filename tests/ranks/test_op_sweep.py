@@ -1,0 +1,34 @@
+"""A fixed part of torch's `op_db` on DTensors against plain torch, values and gradients, in random layouts.
+
+The whole of it is run by benchmarks/op_coverage.py; here is every eighth op, so that a change that breaks a family of
+ops is seen at once.
+"""
+
+import pytest
+
+from support.op_sweep import sweep_names, sweep_op
+
+# Three dims are viewed as two by their own Python code, and `view` says so where a layout can't be kept.
+REFUSING = ("view", "stft", "istft")
+NAMES = [name for name in sweep_names() if name not in REFUSING][::8]
+PARTS = 4
+
+
+def sweep(names, mesh_shape):
+    """What is not right, by op."""
+    found = {}
+    for name in names:
+        for grad in (False, True):
+            texts = [
+                t for t in sweep_op(name, 1, grad, mesh_shape) or [] if t and not t.startswith("replicated")
+            ]
+            if texts:
+                found[name] = texts
+    return found
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_eighth_op(pool, part):
+    names = NAMES[part::PARTS]
+    assert len(names) > 15
+    assert pool.run(sweep, names, (3,), ranks=3, timeout=120.0) == [{}] * 3
