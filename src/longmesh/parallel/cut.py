@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.errors import LongmeshError
+from longmesh.parallel.compiling import Traceable
 from longmesh.parallel.embedding import EmbeddingStep
 from longmesh.parallel.linear import LinearStep
-from longmesh.parallel.modules import CutEmbedding, CutLinear
+from longmesh.parallel.modules import CutEmbedding, CutLinear, give_step
 from longmesh.parallel.style import (
     ParallelStyle,
     arrange,
@@ -84,11 +85,9 @@ class CutStyle(ParallelStyle):
             )
         distribute_parameter(module, "weight", device_mesh, step.weight_placement, self.src_data_rank)
         if type(module) is nn.Linear:
-            module.__class__ = CutLinear
-            module.__dict__["step"] = step
+            give_step(module, CutLinear, step)
         elif type(module) is nn.Embedding:
-            module.__class__ = CutEmbedding
-            module.__dict__["step"] = step
+            give_step(module, CutEmbedding, step)
         else:
             self._hook(module, device_mesh, argument)
         return module
@@ -98,9 +97,13 @@ class CutStyle(ParallelStyle):
         features = module.in_features if isinstance(module, nn.Linear) else None
         wanted = Shard(-1) if self.by_rows and features is not None else Replicate()
 
+        take = Traceable(
+            lambda given: arrange(enter(given, mesh, *self.input_layouts, argument, features), wanted)
+        )
+        give = Traceable(lambda output: leave(output, *self.output_layouts, local=self.use_local_output))
+
         def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            given = enter(inputs[0], mesh, *self.input_layouts, argument, features)
-            return arrange(given, wanted), *inputs[1:]
+            return take.run(inputs[0]), *inputs[1:]
 
         def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> torch.Tensor:
             if not isinstance(output, DTensor):
@@ -108,7 +111,7 @@ class CutStyle(ParallelStyle):
                     f"{argument}: its forward returned a {type(output).__name__}, not a DTensor; a forward of your own "
                     "must compute with self.weight and the input it is given"
                 )
-            return leave(output, *self.output_layouts, local=self.use_local_output)
+            return give.run(output)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)

@@ -53,6 +53,17 @@ class LayerNormStep:
             and (weight is None or weight.dtype == x.dtype)
         ):
             return _FusedLayerNorm.apply(x, weight, bias, normalized, eps, self)
+        return self.run_by_ops(x, normalized, weight, bias, eps)
+
+    def run_by_ops(
+        self,
+        x: torch.Tensor,
+        normalized: tuple[int, ...],
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """The same with DTensor ops."""
         given = arrange(enter(x, self.mesh, self.sequence, self.argument), self.sequence)
         result = F.layer_norm(given, normalized, weight, bias, eps)
         assert isinstance(result, DTensor)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.errors import LongmeshError
+from longmesh.parallel.compiling import Traceable
 from longmesh.parallel.style import (
     ParallelStyle,
     arrange,
@@ -31,39 +32,52 @@ def _as_tuple(given: Layouts, argument: str) -> tuple[Placement | None, ...] | N
     return (check_placement(given, argument),)
 
 
-def _convert(
-    value: Any, mesh: DeviceMesh, given: Placement | None, wanted: Placement | None, local: bool, what: str
-) -> Any:
-    """One value: None as its layout leaves it alone; a plain tensor is a shard laid out as `given`."""
-    if given is None:
-        return value
-    if not isinstance(value, torch.Tensor):
-        raise LongmeshError(
-            f"{what} is a {type(value).__name__} and has the layout {given}; give None for what is no tensor"
-        )
-    tensor = enter(value, mesh, given, what)
-    if wanted is not None:
-        tensor = arrange(tensor, wanted)
-    return tensor.to_local() if local else tensor
+class _Conversion:
+    """What happens to one value: None as its layout leaves it alone, a plain tensor is a shard laid out as `given`."""
+
+    def __init__(
+        self, mesh: DeviceMesh, given: Placement | None, wanted: Placement | None, local: bool, what: str
+    ) -> None:
+        self.given, self.what = given, what
+
+        def convert(value: torch.Tensor) -> torch.Tensor:
+            assert given is not None
+            tensor = enter(value, mesh, given, what)
+            if wanted is not None:
+                tensor = arrange(tensor, wanted)
+            return tensor.to_local() if local else tensor
+
+        self._convert = Traceable(convert)
+
+    def __call__(self, value: Any) -> Any:
+        if self.given is None:
+            return value
+        if not isinstance(value, torch.Tensor):
+            raise LongmeshError(
+                f"{self.what} is a {type(value).__name__} and has the layout {self.given}; give None for what is no "
+                "tensor"
+            )
+        return self._convert.run(value)
 
 
-def _convert_all(
-    values: tuple[Any, ...],
+def _conversions(
     mesh: DeviceMesh,
     given: tuple[Placement | None, ...],
     wanted: tuple[Placement | None, ...],
     local: bool,
     what: str,
-) -> tuple[Any, ...]:
-    if len(values) != len(given):
+) -> list[_Conversion]:
+    pairs = enumerate(zip(given, wanted, strict=True))
+    return [_Conversion(mesh, before, after, local, f"{what} {i}") for i, (before, after) in pairs]
+
+
+def _convert_all(values: tuple[Any, ...], conversions: list[_Conversion], what: str) -> tuple[Any, ...]:
+    if len(values) != len(conversions):
         raise LongmeshError(
-            f"{what}: {len(values)} values and {len(given)} layouts {given}; give one per value, None for those to "
-            "leave as they are"
+            f"{what}: {len(values)} values and {len(conversions)} layouts {tuple(c.given for c in conversions)}; give "
+            "one per value, None for those to leave as they are"
         )
-    return tuple(
-        _convert(value, mesh, before, after, local, f"{what} {i}")
-        for i, (value, before, after) in enumerate(zip(values, given, wanted, strict=True))
-    )
+    return tuple(convert(value) for convert, value in zip(conversions, values, strict=True))
 
 
 def _check_lengths(given: Any, wanted: Any, names: tuple[str, str]) -> None:
@@ -112,30 +126,26 @@ class PrepareModuleInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check("", module, device_mesh)
         what = f"PrepareModuleInput of {describe_module('', module)}: input"
+        local = self.use_local_output
+        by_place = _conversions(
+            device_mesh, self.input_layouts or (), self.desired_input_layouts or (), local, what
+        )
+        by_name = {
+            name: _Conversion(
+                device_mesh, given, self.desired_input_kwarg_layouts[name], local, f"{what} {name}"
+            )
+            for name, given in self.input_kwarg_layouts.items()
+        }
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             if self.input_layouts is not None:
-                assert self.desired_input_layouts is not None
-                args = _convert_all(
-                    args,
-                    device_mesh,
-                    self.input_layouts,
-                    self.desired_input_layouts,
-                    self.use_local_output,
-                    what,
-                )
-            if self.with_kwargs:
-                kwargs = {
-                    name: self._keyword(name, value, device_mesh, what) for name, value in kwargs.items()
-                }
+                args = _convert_all(args, by_place, what)
+            if by_name:
+                kwargs = {k: by_name[k](value) if k in by_name else value for k, value in kwargs.items()}
             return args, kwargs
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         return module
-
-    def _keyword(self, name: str, value: Any, mesh: DeviceMesh, what: str) -> Any:
-        given, wanted = self.input_kwarg_layouts.get(name), self.desired_input_kwarg_layouts.get(name)
-        return _convert(value, mesh, given, wanted, self.use_local_output, f"{what} {name}")
 
     def __repr__(self) -> str:
         return (
@@ -175,16 +185,12 @@ class PrepareModuleOutput(ParallelStyle):
         self._check("", module, device_mesh)
         what = f"PrepareModuleOutput of {describe_module('', module)}: output"
 
+        conversions = _conversions(
+            device_mesh, self.output_layouts, self.desired_output_layouts, self.use_local_output, what
+        )
+
         def after(_: nn.Module, inputs: Any, outputs: Any) -> Any:
-            values = outputs if isinstance(outputs, tuple) else (outputs,)
-            prepared = _convert_all(
-                values,
-                device_mesh,
-                self.output_layouts,
-                self.desired_output_layouts,
-                self.use_local_output,
-                what,
-            )
+            prepared = _convert_all(outputs if isinstance(outputs, tuple) else (outputs,), conversions, what)
             return prepared[0] if len(prepared) == 1 else prepared
 
         module.register_forward_hook(after)

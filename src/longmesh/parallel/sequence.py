@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.errors import LongmeshError
-from longmesh.parallel.modules import CutLayerNorm
+from longmesh.parallel.compiling import Traceable
+from longmesh.parallel.modules import CutLayerNorm, give_step
 from longmesh.parallel.norm import LayerNormStep
 from longmesh.parallel.style import ParallelStyle, arrange, check_one_axis, distribute_parameter, enter
 from longmesh.spec import Replicate, Shard
@@ -36,9 +37,8 @@ class SequenceParallel(ParallelStyle):
             for name in list(part._parameters):
                 distribute_parameter(part, name, device_mesh, Replicate(), self.src_data_rank)
         if type(module) is nn.LayerNorm:
-            module.__class__ = CutLayerNorm
             step = LayerNormStep(device_mesh, *self.sequence_sharding, self.use_local_output, argument)
-            module.__dict__["step"] = step
+            give_step(module, CutLayerNorm, step)
         else:
             self._hook(module, device_mesh, argument)
         return module
@@ -46,8 +46,11 @@ class SequenceParallel(ParallelStyle):
     def _hook(self, module: nn.Module, mesh: DeviceMesh, argument: str) -> None:
         (sequence,) = self.sequence_sharding
 
+        take = Traceable(lambda given: arrange(enter(given, mesh, sequence, argument), sequence))
+        give = Traceable(lambda output: output.to_local() if self.use_local_output else output)
+
         def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return arrange(enter(inputs[0], mesh, sequence, argument), sequence), *inputs[1:]
+            return take.run(inputs[0]), *inputs[1:]
 
         def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
             if not isinstance(output, DTensor):
@@ -55,7 +58,7 @@ class SequenceParallel(ParallelStyle):
                     f"{argument}: its forward returned a {type(output).__name__}, not a DTensor; SequenceParallel "
                     "takes modules that give one tensor, computed from the input"
                 )
-            return output.to_local() if self.use_local_output else output
+            return give.run(output)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)

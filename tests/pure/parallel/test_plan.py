@@ -185,7 +185,8 @@ def test_styles_print_as_they_are_made():
         desired_output_layouts=Shard(0),
     )
     assert repr(both) == (
-        "PrepareModuleInputOutput(PrepareModuleInput(input_layouts=(Shard(dim=0),), desired_input_layouts=(Replicate(),)"
-        ", input_kwarg_layouts={}, desired_input_kwarg_layouts={}, use_local_output=False), PrepareModuleOutput("
-        "output_layouts=(Replicate(),), desired_output_layouts=(Shard(dim=0),), use_local_output=True))"
+        "PrepareModuleInputOutput(PrepareModuleInput(input_layouts=(Shard(dim=0),), "
+        "desired_input_layouts=(Replicate(),), input_kwarg_layouts={}, desired_input_kwarg_layouts={}, "
+        "use_local_output=False), PrepareModuleOutput(output_layouts=(Replicate(),), "
+        "desired_output_layouts=(Shard(dim=0),), use_local_output=True))"
     )
