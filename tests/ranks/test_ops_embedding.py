@@ -60,6 +60,26 @@ def test_lookups(pool):
     assert pool.run(compare, (2, 2), list(LOOKUPS), (9, 2), ranks=4)[0] == []
 
 
+def one_row(mesh_shape):
+    """One rank has the whole table and masks nothing; all ranks must agree that the result is pending."""
+    torch.manual_seed(0)
+    w, i = torch.randn(1, 3), torch.zeros(4, dtype=torch.int64)
+    programs = [LOOKUPS["plain"], LOOKUPS["square"], lambda w, i: w.index_select(0, i), lambda w, i: w[i]]
+    places = [[Replicate(), Shard(0)][: len(mesh_shape)], [Shard(0), Shard(0)][: len(mesh_shape)]]
+    whole = [Replicate()] * len(mesh_shape)
+    return [
+        text
+        for fn in programs
+        for cut in places
+        for text in compare_op(fn, [w, i], mesh_shape, [cut[-len(mesh_shape) :], whole])
+    ]
+
+
+def test_a_table_of_one_row(pool):
+    assert pool.run(one_row, (2, 2), ranks=4, timeout=20.0) == [[]] * 4
+    assert pool.run(one_row, (3,), ranks=3, timeout=20.0) == [[]] * 3
+
+
 def test_bags(pool):
     assert pool.run(compare, (3,), list(BAGS), (7,), ranks=3)[0] == []
     assert pool.run(compare, (2, 2), list(BAGS), (7,), ranks=4)[0] == []

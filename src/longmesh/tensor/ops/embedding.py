@@ -29,10 +29,13 @@ aten = torch.ops.aten
 def lookup(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """embedding, index_select, gather: along a cut dim the result is pending, with a mask of its own."""
     result = dispatch.run(func, args, kwargs)
-    mask = getattr(result._local_tensor, "pending_mask", None)
+    local = result._local_tensor
+    mask = getattr(local, "pending_mask", None)
     if mask is not None:
-        del result._local_tensor.pending_mask
+        del local.pending_mask
         result._lookup = PendingLookup.of_mask(mask)
+    elif settled_layout(result._layout) is not result._layout:  # this rank has all rows, the others none
+        result._lookup = PendingLookup.of_mask(local.new_zeros([1] * local.ndim, dtype=torch.bool))
     return result
 
 
