@@ -75,19 +75,21 @@ LINEARS = [
 ]
 
 
-def run_linears(ranks_as_dtensor):
-    return [
-        run_style(style, nn.Linear(sizes[1], sizes[0], bias=bias), shape, given, ranks_as_dtensor)
-        for style, given, sizes, shape in LINEARS
-        for bias in (True, False)
-    ]
+def run_linears(as_dtensor):
+    outcomes = []
+    for number, (style, given, sizes, shape) in enumerate(LINEARS):
+        if as_dtensor:  # which knows its sizes: 5 rows where a plain tensor's parts must be equal
+            shape = tuple(5 if n == 12 else n for n in shape)
+        linear = nn.Linear(sizes[1], sizes[0], bias=number % 3 > 0)
+        outcomes.append(run_style(style, linear, shape, given, as_dtensor))
+    return outcomes
 
 
 @pytest.mark.parametrize("as_dtensor", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_linear(pool, ranks, as_dtensor):
     """Hidden 6 and 7 on 4 ranks, 3 outputs on 4: uneven and empty shards."""
-    assert pool.run(run_linears, as_dtensor, ranks=ranks) == [[True] * 20] * ranks
+    assert pool.run(run_linears, as_dtensor, ranks=ranks) == [[True] * 10] * ranks
 
 
 EMBEDDINGS = [
