@@ -109,7 +109,7 @@ class DirectoryReader(FileSystemReader):
                 self._checksums = json.loads((Path(self.path) / _CHECKSUMS).read_text())["crc32"]
         except FileNotFoundError:
             self.problem = f"there is no checkpoint at {self.path}: it has no file .metadata"
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, KeyError) as error:
+        except Exception as error:  # unpickling what is no pickle raises anything
             self.problem = f"checkpoint {self.path} is damaged: its description can't be read ({error})"
         else:
             return metadata

@@ -22,6 +22,7 @@ import torch
 from longmesh.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+_METADATA = "__metadata__"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -73,6 +74,8 @@ def plan_files(
     tensors: Sizes, *, max_file_bytes: int | None, file_name: str
 ) -> tuple[list[FilePlan], dict[str, TensorPlace]]:
     """Files for `tensors`: one named `file_name`, or with `max_file_bytes` several (a larger tensor has its own)."""
+    if _METADATA in tensors:
+        raise CheckpointError(f"safetensors keeps the name {_METADATA!r} for itself; rename that tensor")
     for name, (_, dtype) in tensors.items():
         if dtype not in _NAMES:
             raise CheckpointError(
@@ -143,7 +146,7 @@ def _groups(tensors: Sizes, max_file_bytes: int | None) -> list[list[str]]:
 def _plan_file(file: str, tensors: Sizes) -> tuple[FilePlan, dict[str, TensorPlace]]:
     """Wide element types come first, so that every tensor is aligned to its own."""
     order = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
     starts: dict[str, int] = {}
     end = 0
     for name in order:
@@ -168,9 +171,7 @@ def _read_header(path: Path) -> dict[str, TensorPlace]:
     try:
         entries: dict[str, Any] = json.loads(text)
         places = {
-            name: _place(path.name, 8 + length, entry)
-            for name, entry in entries.items()
-            if name != "__metadata__"
+            name: _place(path.name, 8 + length, entry) for name, entry in entries.items() if name != _METADATA
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: its header can't be read ({error})") from error

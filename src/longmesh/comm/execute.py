@@ -29,7 +29,7 @@ def run_plan(
     """This rank's tensor after the plan. With `async_op` the last collective may still be under way:
     the result waits for it when first used."""
     if is_recording():
-        tell_redistribute(plan)
+        tell_redistribute(plan, local)
     last = len(plan.steps) - 1
     for number, step in enumerate(plan.steps):
         local = run_step(step, plan.shape, local, comm, async_op=async_op and number == last)

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+import torch
+
 from longmesh.comm.groups import AxisGroup
 from longmesh.plan import RedistributePlan
 
@@ -43,8 +45,8 @@ class CommEvent:
 class CommObserver:
     """Told of this thread's communication. What a subclass does not override, it ignores."""
 
-    def on_redistribute(self, plan: RedistributePlan) -> None:
-        """`plan` is about to run."""
+    def on_redistribute(self, plan: RedistributePlan, local: torch.Tensor) -> None:
+        """`plan` is about to run, on this rank's part `local`."""
 
     def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
         """A collective is about to start."""
@@ -103,10 +105,10 @@ def is_told(observer: CommObserver) -> bool:
     return any(active is observer for active in _active.get())
 
 
-def tell_redistribute(plan: RedistributePlan) -> None:
+def tell_redistribute(plan: RedistributePlan, local: torch.Tensor) -> None:
     """Tell every observer of a plan that is about to run."""
     for observer in _active.get():
-        observer.on_redistribute(plan)
+        observer.on_redistribute(plan, local)
 
 
 def tell_collective(event: CommEvent, group: AxisGroup) -> None:

@@ -60,6 +60,8 @@ class OpCall:
 class CommDebugMode(TorchDispatchMode):
     """Counts, bytes and time of the collectives inside its `with`, by module. Entering it again starts anew."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[CommCall] = []

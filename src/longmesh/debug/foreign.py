@@ -49,7 +49,9 @@ _FUNCTIONAL = {
 
 def describe_foreign(func: Any, args: tuple[Any, ...]) -> tuple[Any, CommEvent] | None:
     """The op a collective is counted as, and the collective; None for an op that is none."""
-    packet = func._overloadpacket
+    packet = getattr(func, "_overloadpacket", None)  # a higher order op has none
+    if packet is None:
+        return None
     namespace, _, name = packet._qualified_op_name.partition("::")
     if namespace == "c10d" and name in _C10D:
         kind, sent = _C10D[name]

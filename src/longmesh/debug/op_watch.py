@@ -12,6 +12,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,9 +33,8 @@ class Operand:
     layout: Layout
 
     @staticmethod
-    def all_of(value: Any) -> tuple[Operand, ...]:
-        found = (t for t in all_tensors(value) if isinstance(t, DTensor))
-        return tuple(Operand(tuple(t.shape), t._layout) for t in found)
+    def of(tensor: DTensor) -> Operand:
+        return Operand(tuple(tensor.shape), tensor._layout)
 
     def __str__(self) -> str:
         return f"{self.shape} {self.layout}"
@@ -55,27 +55,28 @@ class WatchedOp:
     func: OpOverload
     inputs: tuple[Operand, ...]
     where: str
+    locals: tuple[torch.Tensor, ...] = ()  # this rank's parts of the inputs, while the op runs
     outputs: tuple[Operand, ...] = ()
     moves: list[Move] = field(default_factory=list)
     events: list[CommEvent] = field(default_factory=list)
 
-    def add_move(self, plan: RedistributePlan) -> Move:
-        """Note a plan as the move of the first input of that layout and shape that has not moved yet."""
+    def add_move(self, plan: RedistributePlan, local: torch.Tensor) -> Move:
+        """Note a redistribution, of the input whose part it is given; of a copy of one, by layout and shape."""
         moved = [move.input for move in self.moves]
-        at = next(
-            (
-                i
-                for i, x in enumerate(self.inputs)
-                if i not in moved and x.layout is plan.src and x.shape == plan.shape
-            ),
-            None,
-        )
-        self.moves.append(Move(plan, at))
+        fits = [
+            i
+            for i, x in enumerate(self.inputs)
+            if i not in moved and x.layout is plan.src and x.shape == plan.shape
+        ]
+        exact = [i for i in fits if self.locals and self.locals[i] is local]
+        self.moves.append(Move(plan, next(iter(exact or fits), None)))
         return self.moves[-1]
 
 
 class OpWatch(TorchDispatchMode):
     """A mode that opens a `WatchedOp` around every op on DTensors. Subclasses say what to do with it."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,14 +111,18 @@ class OpWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(kind is DTensor for kind in types):
             return func(*args, **kwargs)
-        op = WatchedOp(func, Operand.all_of((args, kwargs)), self.where())
+        inputs = _parts_of((args, kwargs))
+        op = WatchedOp(
+            func, tuple(map(Operand.of, inputs)), self.where(), tuple(x._local_tensor for x in inputs)
+        )
         outer, self._running = self._running, op
         try:
             with nullcontext() if is_told(self._inside) else observe_comm(self._inside):
                 result = func(*args, **kwargs)
         finally:
             self._running = outer
-        op.outputs = Operand.all_of(result)
+        op.locals = ()
+        op.outputs = tuple(map(Operand.of, _parts_of(result)))
         self.on_op(op)
         return result
 
@@ -137,18 +142,22 @@ class _Inside(CommObserver):
     def __init__(self, watch: OpWatch) -> None:
         self._watch = watch
 
-    def on_redistribute(self, plan: RedistributePlan) -> None:
+    def on_redistribute(self, plan: RedistributePlan, local: torch.Tensor) -> None:
         op = self._watch._running
         if op is None:
             self._watch.on_explicit(plan, self._watch.where())
             return
-        self._watch.on_move(op, op.add_move(plan))
+        self._watch.on_move(op, op.add_move(plan, local))
 
     def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
         if self._watch._running is not None:
             self._watch._running.events.append(event)
         elif not _in_redistribution():
             self._watch.on_collective(event)
+
+
+def _parts_of(value: Any) -> list[DTensor]:
+    return [t for t in all_tensors(value) if isinstance(t, DTensor)]
 
 
 def _in_redistribution() -> bool:
