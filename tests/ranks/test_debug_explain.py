@@ -83,13 +83,13 @@ def test_every_op_is_told_with_its_layouts_rule_and_moves(pool, ranks):
 def explained_twins():
     """Inputs of one layout and shape, of which only the second moves."""
     mesh = cpu_mesh(2)
-    a, b = (distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)], src_data_rank=None) for _ in range(2))
+    a, b = (distribute_tensor(torch.randn(4, 4), mesh, [Shard(1)], src_data_rank=None) for _ in range(2))
     (op,) = explain(torch.mm, a, b).ops
     return [r.input for r in op.redistributions], op.rule
 
 
 def test_twins_are_told_apart(pool):
-    assert pool.run(explained_twins, ranks=2)[0] == ([1], ("axis 0: S(0), R -> S(0)",))
+    assert pool.run(explained_twins, ranks=2)[0] == ([1], ("axis 0: S(1), S(0) -> P",))
 
 
 def explained_backward():
