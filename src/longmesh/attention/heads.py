@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from longmesh.attention.driver import Task
-from longmesh.attention.rows import from_rows, take_rows, to_rows, width_of
+from longmesh.attention.rows import from_rows, width_of
 
 Q, KV = "query heads", "key heads"
 
@@ -29,28 +28,30 @@ def _heads(task: Task, peer: int, kind: str) -> slice:
     return slice(share.q_start, share.q_stop) if kind == Q else slice(share.kv_start, share.kv_stop)
 
 
-def _exchange(task: Task, chunks: list[Tensor], recv_counts: list[int]) -> Sequence[Tensor]:
-    elements = torch.cat([chunk.flatten() for chunk in chunks]).unsqueeze(-1)
-    pending = task.transfer(elements, [chunk.numel() for chunk in chunks], recv_counts, task.inner)
+def _exchange(task: Task, parts: Sequence[Sequence[Tensor]], recv_counts: list[int]) -> Sequence[Tensor]:
+    """Send each peer its parts, tokens outermost, and return what each peer sent, flat."""
+    every = [part for of_peer in parts for part in of_peer]
+    flat = every[0].new_empty(sum(part.numel() for part in every))
+    for part, chunk in zip(every, flat.split([part.numel() for part in every]), strict=True):
+        from_rows(chunk.view(part.shape[2], width_of(part)), part)[0].copy_(part)
+    send_counts = [sum(part.numel() for part in of_peer) for of_peer in parts]
+    pending = task.transfer(flat.unsqueeze(-1), send_counts, recv_counts, task.inner)
     return pending.wait().flatten().split(recv_counts)
 
 
 def to_heads(task: Task, tensors_BHTD: Sequence[Tensor], kinds: Sequence[str]) -> list[Tensor]:
     """My heads of all the group's tokens, (B, h, S, D) each."""
     route, pairs = task.route, list(zip(tensors_BHTD, kinds, strict=True))
-    chunks = [
-        torch.cat([to_rows(t[:, _heads(task, peer, kind)]).flatten() for t, kind in pairs])
-        for peer in route.peers
-    ]
     mine = [t[:, _heads(task, route.plan.rank, kind)] for t, kind in pairs]
     widths = [width_of(t) for t in mine]
     tokens = [route.row.ownership.counts[peer] for peer in route.peers]
-    received = _exchange(task, chunks, [n * sum(widths) for n in tokens])
+    parts = [[t[:, _heads(task, peer, kind)] for t, kind in pairs] for peer in route.peers]
+    received = _exchange(task, parts, [n * sum(widths) for n in tokens])
     whole = [tensors_BHTD[0].new_empty((route.tokens_in_group, width)) for width in widths]
     for chunk, n, rows in zip(received, tokens, route.peer_rows, strict=True):
-        parts = chunk.split([n * width for width in widths])
-        for target, part, width in zip(whole, parts, widths, strict=True):
-            target[rows] = part.view(n, width)
+        pieces = chunk.split([n * width for width in widths])
+        for target, piece, width in zip(whole, pieces, widths, strict=True):
+            target[rows] = piece.view(n, width)
     return [from_rows(rows, like)[0] for rows, like in zip(whole, mine, strict=True)]
 
 
@@ -58,27 +59,23 @@ def to_tokens(
     task: Task, tensors_BhSD: Sequence[Tensor], kinds: Sequence[str], num_heads: Sequence[int]
 ) -> list[Tensor]:
     """All heads of my tokens, (B, H, T, D) each; a head that several ranks hold is summed."""
-    route = task.route
-    rows = [to_rows(t) for t in tensors_BhSD]
-    chunks = [torch.cat([take_rows(r, where).flatten() for r in rows]) for where in route.peer_rows]
-    tokens = route.plan.tokens
-    shapes: list[list[tuple[int, int]]] = []  # for each peer and tensor: heads, width of a row
-    for peer in route.peers:
-        heads = [_heads(task, peer, kind) for kind in kinds]
-        shapes.append(
-            [
-                (s.stop - s.start, (s.stop - s.start) * t.shape[0] * t.shape[3])
-                for s, t in zip(heads, tensors_BhSD, strict=True)
-            ]
-        )
-    received = _exchange(task, chunks, [tokens * sum(width for _, width in shape) for shape in shapes])
+    route, tokens = task.route, task.route.plan.tokens
+    parts = [[t[:, :, rows] for t in tensors_BhSD] for rows in route.peer_rows]
+    slices = [[_heads(task, peer, kind) for kind in kinds] for peer in route.peers]
+    sizes = [
+        [
+            (h.stop - h.start) * tokens * t.shape[0] * t.shape[3]
+            for h, t in zip(heads, tensors_BhSD, strict=True)
+        ]
+        for heads in slices
+    ]
+    received = _exchange(task, parts, [sum(of_peer) for of_peer in sizes])
     out = [
         t.new_zeros((t.shape[0], count, tokens, t.shape[3]))
         for t, count in zip(tensors_BhSD, num_heads, strict=True)
     ]
-    for peer, chunk, shape in zip(route.peers, received, shapes, strict=True):
-        parts = chunk.split([tokens * width for _, width in shape])
-        for target, part, (count, _), kind in zip(out, parts, shape, kinds, strict=True):
-            B, _, _, D = target.shape
-            target[:, _heads(task, peer, kind)] += part.view(tokens, B, count, D).permute(1, 2, 0, 3)
+    for chunk, of_peer, heads in zip(received, sizes, slices, strict=True):
+        for target, piece, h in zip(out, chunk.split(of_peer), heads, strict=True):
+            part = target[:, h]
+            part += from_rows(piece.view(tokens, width_of(part)), part)[0]
     return out

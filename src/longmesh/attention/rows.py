@@ -14,12 +14,12 @@ from longmesh.attention.route import Where
 
 
 def to_rows(*tensors_BHSD: Tensor) -> Tensor:
-    """(S, W): the tensors' tokens as rows, side by side. Always a copy."""
-    S = tensors_BHSD[0].shape[2]
-    wide = [t.permute(2, 0, 1, *range(3, t.ndim)) for t in tensors_BHSD]
-    if len(wide) == 1:
-        return wide[0].clone(memory_format=torch.contiguous_format).view(S, width_of(tensors_BHSD[0]))
-    return torch.cat([t.reshape(S, math.prod(t.shape[1:])) for t in wide], dim=1)
+    """(S, W): the tensors' tokens as rows, side by side. Always a copy, and only one."""
+    first = tensors_BHSD[0]
+    rows_SW = first.new_empty((first.shape[2], sum(width_of(t) for t in tensors_BHSD)))
+    for part, tensor in zip(from_rows(rows_SW, *tensors_BHSD), tensors_BHSD, strict=True):
+        part.copy_(tensor)
+    return rows_SW
 
 
 def width_of(tensor_BHSD: Tensor) -> int:
