@@ -22,6 +22,8 @@ from longmesh.attention.layout.round_robin import RoundRobin
 from longmesh.attention.layout.solve import Solve
 from longmesh.attention.layout.striped import Striped
 from longmesh.attention.layout.zigzag import Zigzag
+from longmesh.attention.loss import cut_cross_entropy
+from longmesh.attention.packing import PackedDocuments, collate_rows, pack_documents
 from longmesh.attention.plan.api import plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan, RankPlan, RowPlan, Rows, Stage
 from longmesh.attention.plan.stats import RankStats
@@ -41,6 +43,7 @@ __all__ = [
     "Hybrid",
     "Layout",
     "Ownership",
+    "PackedDocuments",
     "PerDocument",
     "RankPlan",
     "RankStats",
@@ -55,6 +58,9 @@ __all__ = [
     "Ulysses",
     "Workload",
     "Zigzag",
+    "collate_rows",
+    "cut_cross_entropy",
     "masks",
+    "pack_documents",
     "plan_attention",
 ]

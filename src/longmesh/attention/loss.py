@@ -1,0 +1,88 @@
+"""Cross entropy over a sequence that is cut over ranks: the mean of all tokens, not the mean of the ranks' means.
+
+    rank 0   3 tokens, sum 6.0  \\                       / 7.0 / 4 = 1.75     each rank's gradient is that of its own
+    rank 1   1 token,  sum 1.0  /  one sum of 3 numbers  \\ 7.0 / 4 = 1.75     tokens: the sum over ranks is the whole's
+
+Pitfall: parameter gradients are *summed* over the ranks, never averaged; what averages them (DDP, FSDP2) needs the loss
+times the number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from longmesh.attention.packing import IGNORED
+from longmesh.comm import collectives, comm_of
+from longmesh.errors import LongmeshError
+
+
+def cut_cross_entropy(
+    logits: Tensor, labels: Tensor, mesh: DeviceMesh, *, ignore_index: int = IGNORED, reduction: str = "mean"
+) -> Tensor:
+    """The mean (or "sum") of the cross entropy over the tokens of all ranks of `mesh`, the same number on each.
+
+    `logits` (..., classes) and `labels` (...) are this rank's tokens, any number of them; labels are those of the whole
+    sequence, shifted before it was cut (see `pack_documents`). Collective over all axes of the mesh; backward is not:
+    it gives each rank the gradient of its own tokens' part, to be summed over ranks.
+    """
+    if reduction not in ("mean", "sum"):
+        raise LongmeshError(f"cut_cross_entropy(reduction={reduction!r}): use 'mean' or 'sum'")
+    problem: Exception | None = None
+    part, count = logits.new_zeros((), dtype=torch.float32), 0
+    try:
+        part, count = _sum_and_count(logits, labels, ignore_index)
+    except Exception as error:  # the others are told before it is raised, or they would wait
+        problem = error
+    whole, count, num_wrong = _add_up(part.detach(), count, problem is not None, mesh)
+    if problem is not None:
+        raise problem
+    if num_wrong:
+        raise LongmeshError(
+            f"cut_cross_entropy: {num_wrong} of the {mesh.size()} ranks were called with something wrong and say what; "
+            "this rank's logits and labels are in order"
+        )
+    total = _StandIn.apply(part, whole)
+    if reduction == "sum":
+        return total
+    return total / count if count else total * torch.nan  # as torch's mean of nothing
+
+
+def _sum_and_count(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, int]:
+    if logits.ndim < 2 or logits.shape[:-1] != labels.shape:
+        raise LongmeshError(
+            f"cut_cross_entropy: logits are {tuple(logits.shape)} and labels {tuple(labels.shape)}; give logits "
+            "(..., classes) and a label for each token, labels of the same shape without the classes"
+        )
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    flat = labels.reshape(-1)
+    total = F.cross_entropy(wide.flatten(0, -2), flat, ignore_index=ignore_index, reduction="sum")
+    return total, int((flat != ignore_index).sum())
+
+
+def _add_up(part: Tensor, count: int, is_wrong: bool, mesh: DeviceMesh) -> tuple[Tensor, int, int]:
+    """The sum, the count and the number of ranks that can't go on, over all ranks of the mesh."""
+    if mesh.size() == 1:
+        return part, count, int(is_wrong)
+    group = comm_of(mesh).group(tuple(range(mesh.ndim)))
+    numbers = torch.tensor([0.0, count, is_wrong], dtype=torch.float64, device=part.device)
+    numbers[0] = part
+    numbers = collectives.all_reduce(numbers, reduce_op="sum", group=group)
+    _, count_of_all, num_wrong = numbers.tolist()
+    return numbers[0].to(part.dtype), int(count_of_all), int(num_wrong)
+
+
+class _StandIn(torch.autograd.Function):
+    """The value of `whole` with the gradient of `part`, which is one of its terms."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, whole: Tensor) -> Tensor:
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grads[0], None

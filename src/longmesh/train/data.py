@@ -1,0 +1,43 @@
+"""Text that every machine has: the sources of Python's standard library, each file a document of bytes.
+
+The order of the files depends on the seed alone, so a step's sequences are the same on every rank and on any mesh.
+Pitfall: another Python version has other sources; ranks compare `Corpus.digest` before they train.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sysconfig
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from longmesh.attention import PackedDocuments, pack_documents
+from longmesh.train.model import VOCAB
+
+START = VOCAB - 1
+
+
+class Corpus:
+    """The documents in the order of a seed, again and again."""
+
+    def __init__(self, seed: int) -> None:
+        paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        texts = [path.read_bytes() for path in paths]
+        self.digest = hashlib.blake2b(b"\0".join(texts), digest_size=8).hexdigest()
+        random.Random(seed).shuffle(texts)
+        self._texts = texts
+
+    def steps(self, seq_len: int, batch: int, *, first: int) -> Iterator[list[PackedDocuments]]:
+        """The `batch` sequences of each step, from step `first` on; endless."""
+        rows = islice(pack_documents(self._documents(), seq_len), first * batch, None)
+        while True:
+            yield list(islice(rows, batch))
+
+    def _documents(self) -> Iterator[np.ndarray]:
+        while True:
+            for text in self._texts:
+                yield np.concatenate([[START], np.frombuffer(text, dtype=np.uint8)])

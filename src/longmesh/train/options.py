@@ -1,0 +1,82 @@
+"""What a training run is told, as one frozen value that is the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longmesh.errors import LongmeshError
+
+MASKS = ("documents", "causal")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """`batch` sequences of `seq_len` tokens make a step, whatever the mesh: a run doesn't depend on it."""
+
+    data: int = 1
+    context: int = 1
+    tensor: int = 1
+    seq_len: int = 16384
+    batch: int = 1
+    steps: int = 20
+    mask: str = "documents"
+    exchange: str = "auto"
+    dim: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    learning_rate: float = 3e-3
+    seed: int = 0
+    save_every: int = 0
+    out: str = "longmesh-train"
+    resume: str | None = None
+    baseline: str | None = None
+    terminal: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "data",
+            "context",
+            "tensor",
+            "seq_len",
+            "batch",
+            "steps",
+            "dim",
+            "layers",
+            "heads",
+            "kv_heads",
+        ):
+            if getattr(self, name) < 1:
+                raise LongmeshError(f"{name}={getattr(self, name)}: give at least 1")
+        if self.mask not in MASKS:
+            raise LongmeshError(f"mask={self.mask!r} is not known; use one of {', '.join(MASKS)}")
+        if self.dim % (2 * self.heads):
+            raise LongmeshError(
+                f"dim={self.dim} in heads={self.heads}: a head needs an even number of features, which rotate in "
+                f"pairs; use dim={2 * self.heads * max(1, round(self.dim / (2 * self.heads)))}"
+            )
+        if self.heads % self.kv_heads:
+            raise LongmeshError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
+        if self.kv_heads % self.tensor:
+            raise LongmeshError(
+                f"tensor={self.tensor}: heads are cut over the tensor axis, so it must divide kv_heads={self.kv_heads}"
+            )
+        if self.batch % self.data:
+            raise LongmeshError(
+                f"batch={self.batch}: each of the data={self.data} groups takes the same number of sequences; use "
+                f"batch={self.data * max(1, round(self.batch / self.data))}"
+            )
+
+    @property
+    def mesh_shape(self) -> tuple[int, int, int]:
+        return self.data, self.context, self.tensor
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def curve(self) -> dict[str, object]:
+        """What the loss curve depends on, and a resumed run must share: everything but the mesh and the files."""
+        names = ("seq_len", "batch", "mask", "dim", "layers", "heads", "kv_heads", "learning_rate", "seed")
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,149 @@
+"""What of a step runs where: a mesh of data x context x tensor.
+
+    data      the sequences of a step are dealt out
+    context   each sequence is cut, and attention over it is exact all the same
+    tensor    heads and feed-forward features are cut; parameters are DTensors there
+
+Gradients are summed over data and context in one piece. On one rank nothing of this is used: attention is torch's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+from longmesh.attention import AttentionPlan, ContextParallel, PackedDocuments, masks
+from longmesh.attention.agree import agree
+from longmesh.comm import collectives, comm_of
+from longmesh.errors import LongmeshError
+from longmesh.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from longmesh.tensor import DTensor
+from longmesh.train.model import Attend
+from longmesh.train.options import TrainOptions
+
+
+class Meeting(NamedTuple):
+    """What every rank must have in common before the first step."""
+
+    options: TrainOptions
+    world_size: int
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Axes:
+    """The mesh of a run, and its parts: slicing a mesh makes new groups, so it is done once."""
+
+    tokens: DeviceMesh  # data x context: ranks that hold different tokens and the same parameters
+    data: DeviceMesh
+    context: DeviceMesh
+    tensor: DeviceMesh
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tokens.size() * self.tensor.size()
+
+    @property
+    def device(self) -> str:
+        return self.tokens.device_type
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """This rank's part of a sequence, (1, tokens) and (tokens), and the attention that completes it."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    attend: Attend
+    plan: AttentionPlan | None
+
+
+def make_axes(options: TrainOptions, text_digest: str, device: str) -> Axes:
+    """The mesh of the run. Collective: every rank of the world; all go on, or all raise."""
+    world = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("world",))
+    meeting, problem = Meeting(options, dist.get_world_size(), text_digest), None
+    data, context, tensor = options.mesh_shape
+    if data * context * tensor != meeting.world_size:
+        problem = LongmeshError(
+            f"a mesh of data={data} x context={context} x tensor={tensor} has {data * context * tensor} ranks, and "
+            f"{meeting.world_size} run; the product must be the number of ranks"
+        )
+    if meeting.world_size > 1:
+        agree("train", meeting, problem, comm_of(world).group((0,)), device)
+    if problem is not None:
+        raise problem
+    return slice_mesh(
+        init_device_mesh(device, options.mesh_shape, mesh_dim_names=("data", "context", "tensor"))
+    )
+
+
+def slice_mesh(mesh: DeviceMesh) -> Axes:
+    """The parts of a mesh with axes data, context and tensor. Collective: every rank of the mesh."""
+    return Axes(mesh["data", "context"], mesh["data"], mesh["context"], mesh["tensor"])
+
+
+def cut_model(model: nn.Module, axes: Axes) -> None:
+    """Cut heads and features over the tensor axis."""
+    if axes.tensor.size() == 1:
+        return
+    plan = {
+        "blocks.*.attention.w[qkv]": ColwiseParallel(),
+        "blocks.*.attention.wo": RowwiseParallel(),
+        "blocks.*.feed_forward.w[13]": ColwiseParallel(),
+        "blocks.*.feed_forward.w2": RowwiseParallel(),
+    }
+    parallelize_module(model, axes.tensor, plan, src_data_rank=None)
+
+
+def take_part(row: PackedDocuments, options: TrainOptions, axes: Axes) -> Part:
+    """This rank's part of a sequence. Positions are those in the sequence: rotations only see differences."""
+    lengths = row.lengths[0] if options.mask == "documents" else (options.seq_len,)
+    device = axes.device
+    if axes.num_ranks == 1:
+        everything = torch.arange(options.seq_len, device=device)
+        return Part(row.tokens.to(device), row.labels.to(device), everything, _attend_alone(lengths), None)
+    cp = ContextParallel(
+        axes.context,
+        seq_len=options.seq_len,
+        mask=masks.documents(lengths),
+        exchange=options.exchange,
+        num_heads=options.heads // options.tensor,
+        num_kv_heads=options.kv_heads // options.tensor,
+        head_dim=options.head_dim,
+    )
+    tokens, labels = (cp.shard(x, dim=1).to(device) for x in (row.tokens, row.labels))
+    return Part(tokens, labels, cp.positions.to(device), cp, cp.plan)
+
+
+def _attend_alone(lengths: tuple[int, ...]) -> Attend:
+    """Attention inside each document by torch's kernel, with nothing of ours."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
+        return torch.cat(
+            [F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in documents], dim=2
+        )
+
+    return attend
+
+
+def sum_gradients(model: nn.Module, axes: Axes) -> None:
+    """Add up the gradients of all ranks that share a parameter. Collective over data and context."""
+    if axes.tokens.size() == 1:
+        return
+    grads = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+    group = comm_of(axes.tokens).group((0, 1))
+    flat = collectives.all_reduce(torch.cat([g.flatten() for g in grads]), reduce_op="sum", group=group)
+    for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
