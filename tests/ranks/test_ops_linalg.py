@@ -95,3 +95,18 @@ def named_outputs():
 
 def test_several_out_tensors_are_written_where_they_lie(pool):
     assert pool.run(named_outputs, ranks=2) == [True, True]
+
+
+def one_complex_number_a_rank():
+    """Two of four ranks hold one column of one number, whose stride says nothing; the others hold none."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 2, dtype=torch.complex64)
+    places = [[Shard(1), Shard(1)]]
+    return [
+        *compare_op(lambda x: fft.hfftn(x), [x], (2, 2), places),
+        *compare_op(lambda x: x.t().contiguous().t() * 2, [x], (2, 2), places),
+    ]
+
+
+def test_one_complex_number_a_rank(pool):
+    assert pool.run(one_complex_number_a_rank, ranks=4, timeout=20.0) == [[]] * 4

@@ -41,7 +41,7 @@ def all_to_all(
     if buffer.dtype not in _GLOO_DTYPES:
         width = buffer.element_size()
         out = _ops.all_to_all_single(
-            buffer.view(torch.uint8),
+            _bytes_of(buffer),
             [n * width for n in recv_counts],
             [n * width for n in send_counts],
             group.name,
@@ -51,11 +51,19 @@ def all_to_all(
     return _wait(out, "all_to_all", group, event)
 
 
+def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
+    """Element types that gloo does not know travel as bytes. One element counts as contiguous whatever its stride,
+    but only with stride 1 is it bytes."""
+    if buffer.ndim and buffer.stride(-1) != 1:
+        buffer = buffer.clone(memory_format=torch.contiguous_format)
+    return buffer.view(torch.uint8)
+
+
 def all_gather(buffer: torch.Tensor, *, group: AxisGroup, wait: bool = True) -> torch.Tensor:
     """The members' buffers, all of one size, one after the other."""
     event = note("all_gather", buffer, buffer.numel() * (group.size - 1), group)
     if buffer.dtype not in _GLOO_DTYPES:
-        out = _ops.all_gather_into_tensor(buffer.view(torch.uint8), group.size, group.name)
+        out = _ops.all_gather_into_tensor(_bytes_of(buffer), group.size, group.name)
         return _wait(out, "all_gather", group, event).view(buffer.dtype)
     out = _ops.all_gather_into_tensor(buffer, group.size, group.name)
     return _wait(out, "all_gather", group, event) if wait else out
