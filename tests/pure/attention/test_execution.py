@@ -206,45 +206,47 @@ STAGE_S = 0.02  # what the network takes for every transfer
 FORWARD_S, BACKWARD_S = 0.05, 0.15
 
 
+def best_times(
+    plan: AttentionPlan, kernel: Sleeping, delay_s: float, bars: dict[str, float]
+) -> dict[str, float]:
+    """The slowest rank's seconds for each half, the best of as many runs as it takes to meet the bars, five at most."""
+    best = dict.fromkeys(bars, 1e9)
+    tensors = inputs(1, 8, 8, plan.seq_len, 8, 8, torch.float32)
+    for _ in range(5):
+        slowest = dict.fromkeys(bars, 0.0)
+
+        @contextlib.contextmanager
+        def watch(half: str, slowest: dict[str, float] = slowest):
+            start = time.perf_counter()
+            yield
+            slowest[half] = max(slowest[half], time.perf_counter() - start)
+
+        networks = {"network": Network(delay_s), "way_back": Network(delay_s)}
+        attend(plan, tensors, backward="backward" in bars, kernel=kernel, watch=watch, **networks)
+        best = {half: min(best[half], slowest[half]) for half in bars}
+        if all(best[half] < bar for half, bar in bars.items()):
+            break
+    return best
+
+
 @pytest.mark.parametrize(
     ("exchange", "ranks", "stages"), [("ring", 4, 4), ("allgather", 3, 2), ("sparse", 3, 2)]
 )
 def test_transfers_are_under_way_while_computing(exchange, ranks, stages):
-    """The best of three: within 10% of computing alone, which is the longer here."""
+    """Within 10% of computing alone, which is the longer here; the last gradients' way home is all that shows."""
     plan = uncut_plan(ranks, exchange)
     assert plan.rows[0].schedule.num_stages == stages
-    best = {"forward": 1e9, "backward": 1e9}
-
-    @contextlib.contextmanager
-    def watch(half: str):
-        start = time.perf_counter()
-        yield
-        best[half] = min(best[half], time.perf_counter() - start)
-
-    tensors = inputs(1, 8, 8, plan.seq_len, 8, 8, torch.float32)
-    for _ in range(3):
-        attend(
-            plan,
-            tensors,
-            kernel=Sleeping(FORWARD_S, BACKWARD_S),
-            network=Network(STAGE_S),
-            way_back=Network(STAGE_S),
-            watch=watch,
-        )
-    assert stages * FORWARD_S <= best["forward"] < 1.1 * stages * FORWARD_S
-    assert stages * BACKWARD_S <= best["backward"] < 1.1 * stages * BACKWARD_S
+    alone = {"forward": stages * FORWARD_S, "backward": stages * BACKWARD_S}
+    bars = {half: 1.1 * seconds for half, seconds in alone.items()}
+    found = best_times(plan, Sleeping(FORWARD_S, BACKWARD_S), STAGE_S, bars)
+    for half in bars:
+        assert alone[half] <= found[half] < bars[half]
 
 
 def test_a_slow_network_is_waited_for_and_nothing_more():
-    """Computing is hidden instead: three transfers one after the other, and one stage on top."""
-    plan = uncut_plan(4, "ring")
-    tensors = inputs(1, 8, 8, plan.seq_len, 8, 8, torch.float32)
-    best = 1e9
-    for _ in range(3):
-        start = time.perf_counter()
-        attend(plan, tensors, backward=False, kernel=Sleeping(0.002, 0.0), network=Network(0.1))
-        best = min(best, time.perf_counter() - start)
-    assert 0.3 <= best < 1.1 * 0.3
+    """Computing is hidden instead: three transfers one after the other, and the last stage on top."""
+    found = best_times(uncut_plan(4, "ring"), Sleeping(0.005, 0.0), 0.1, {"forward": 1.1 * 0.3})
+    assert 0.3 <= found["forward"] < 1.1 * 0.3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
