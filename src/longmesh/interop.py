@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as TheirStrid
 from torch.utils import _pytree as pytree
 
 from longmesh.errors import LongmeshError
-from longmesh.parallel.modules import CutEmbedding, CutLayerNorm, CutLinear
+from longmesh.parallel.modules import Styled, is_styled
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
 from longmesh.tensor import DTensor
 
@@ -31,21 +31,37 @@ def to_torch(value: object) -> Any:
     """`value` with every longmesh DTensor as one of torch's own, on the same memory. Sends nothing.
 
     A DTensor, a tree of them, or a module (in place; what it shares stays shared). A shard order is torch's strided
-    shard. A pending lookup is a pending sum.
+    shard. A pending lookup is a pending sum. Modules that our styles cut go on computing as before, with their
+    parameters taken back at each call: so they run under FSDP2.
     """
     if isinstance(value, nn.Module):
         for name, module in value.named_modules():
-            if isinstance(module, (CutLinear, CutEmbedding, CutLayerNorm)):
+            if is_styled(module) and not isinstance(module, Styled):
                 raise LongmeshError(
-                    f"to_torch: '{name}' is a {type(module).__name__}, which computes with longmesh DTensors; convert "
-                    "its state_dict(), or parallelize the module with torch's styles to run it under FSDP2"
+                    f"to_torch: '{name}' is a {type(module).__name__} with a forward of its own, to which a style "
+                    "gives longmesh DTensors; its parameters must be longmesh DTensors, too. Convert its state_dict() "
+                    "instead"
                 )
+        _let_adopt(value, adopt)
     return _convert(value, DTensor, _one_to_torch)
 
 
 def from_torch(value: object) -> Any:
     """`value` with every DTensor of torch's as one of ours, on the same memory. The inverse of `to_torch`."""
+    if isinstance(value, nn.Module):
+        _let_adopt(value, None)
     return _convert(value, theirs.DTensor, _one_from_torch)
+
+
+def adopt(parameter: Any) -> Any:
+    """A parameter of torch's DTensor as ours, in the autograd graph: its gradient goes to the parameter."""
+    return _in_graph_from_torch(parameter) if isinstance(parameter, theirs.DTensor) else parameter
+
+
+def _let_adopt(root: nn.Module, function: Callable[[Any], Any] | None) -> None:
+    for module in root.modules():
+        if isinstance(module, Styled):
+            module.__dict__["adopt"] = function
 
 
 def _convert(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
@@ -82,17 +98,10 @@ def _one_to_torch(tensor: DTensor) -> Any:
 
 
 def _one_from_torch(tensor: Any) -> Any:
+    if tensor.requires_grad and not tensor.is_leaf:
+        return _in_graph_from_torch(tensor)
     mesh, layout = tensor.device_mesh, _our_layout(tensor)
     local = tensor._local_tensor
-    if tensor.requires_grad and not tensor.is_leaf:
-        return DTensor.from_local(
-            tensor.to_local(),
-            mesh,
-            layout.placements,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-            shard_order=layout.shard_order,
-        )
     expected = layout.local_shape(tensor.shape, tuple(mesh.get_coordinate() or ()))
     if tuple(local.shape) != expected:
         raise LongmeshError(
@@ -101,6 +110,18 @@ def _one_from_torch(tensor: Any) -> Any:
         )
     result = DTensor(local.detach(), mesh, layout, tensor.shape, tensor.stride(), tensor.requires_grad)
     return _as_leaf_of(tensor, result)
+
+
+def _in_graph_from_torch(tensor: Any) -> DTensor:
+    layout = _our_layout(tensor)
+    return DTensor.from_local(
+        tensor.to_local(),
+        tensor.device_mesh,
+        layout.placements,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+        shard_order=layout.shard_order,
+    )
 
 
 def _as_leaf_of(original: torch.Tensor, converted: torch.Tensor) -> torch.Tensor:

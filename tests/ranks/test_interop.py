@@ -115,13 +115,18 @@ def test_fsdp2_of_a_converted_module(pool):
     assert pool.run(under_fsdp, ranks=4) == [True] * 4
 
 
+class Scaled(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
 def refusals():
     mesh = cpu_mesh(2)
     texts = []
     for wrap in (
         lambda m: fully_shard(m, mesh=mesh),
         DistributedDataParallel,
-        to_torch,
+        lambda m: to_torch(parallelize_module(nn.Sequential(Scaled(4, 4)), mesh, {"0": ColwiseParallel()})),
         lambda m: dist.all_reduce(m[0].weight.detach()),
     ):
         net = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
@@ -150,8 +155,8 @@ def test_refusals(pool):
         ),
         collective.format("broadcast"),
         (
-            "to_torch: '0' is a CutLinear, which computes with longmesh DTensors; convert its state_dict(), or "
-            "parallelize the module with torch's styles to run it under FSDP2"
+            "to_torch: '0' is a Scaled with a forward of its own, to which a style gives longmesh DTensors; its "
+            "parameters must be longmesh DTensors, too. Convert its state_dict() instead"
         ),
         collective.format("allreduce"),
     ]

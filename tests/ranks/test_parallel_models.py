@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from longmesh import DTensor, Replicate, Shard
+from longmesh.interop import from_torch, to_torch
 from longmesh.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -142,8 +144,8 @@ def parallelize_llama(model, tp_mesh, *, local_heads):
     return model
 
 
-def same_parameters(model, plain, steps):
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+def same_parameters(state, plain, steps):
+    for (name, ours), theirs in zip(state.items(), plain.parameters(), strict=True):
         assert isinstance(ours, DTensor), name
         torch.testing.assert_close(
             ours.full_tensor(),
@@ -186,7 +188,7 @@ def train_mlp(shape):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    same_parameters(model, plain, 3)
+    same_parameters(model.state_dict(), plain, 3)
     return True
 
 
@@ -196,12 +198,16 @@ def test_mlp(pool, shape):
     assert pool.run(train_mlp, shape, ranks=ranks) == [True] * ranks
 
 
-def train_llama(shape, local_heads, norm):
+def train_llama(shape, local_heads, norm, fsdp=False):
     mesh = cpu_mesh(*shape, names=("dp", "tp")[-len(shape) :])
     tp_mesh = mesh["tp"] if len(shape) > 1 else mesh
     torch.manual_seed(0)
     plain = Llama(norm=norm)
     model = parallelize_llama(copy.deepcopy(plain), tp_mesh, local_heads=local_heads)
+    if fsdp:
+        to_torch(model)
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh["dp"])
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
     for step in range(2):
         torch.manual_seed(step)
@@ -219,13 +225,14 @@ def train_llama(shape, local_heads, norm):
             loss.backward()
         if len(shape) == 1:
             torch.testing.assert_close(loss.full_tensor(), expected)
-        else:
+        elif not fsdp:
             average_over(model, mesh.get_group("dp"))
         for optimizer, m in zip(optimizers, (model, plain), strict=True):
-            nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+            if not fsdp:  # torch's own does not clip over a mesh and a part of it
+                nn.utils.clip_grad_norm_(m.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    same_parameters(model, plain, 2)
+    same_parameters(from_torch(model.state_dict()) if fsdp else model.state_dict(), plain, 2)
     return True
 
 
@@ -236,3 +243,8 @@ def test_llama(pool, shape, local_heads):
     ranks = torch.Size(shape).numel()
     norm = nn.LayerNorm if local_heads else RMSNorm
     assert pool.run(train_llama, shape, local_heads, norm, ranks=ranks) == [True] * ranks
+
+
+def test_llama_under_fsdp2(pool):
+    """Our styles on one mesh axis, FSDP2 on the other, through interop."""
+    assert pool.run(train_llama, (2, 2), True, nn.RMSNorm, fsdp=True, ranks=4) == [True] * 4

@@ -241,7 +241,7 @@ def test_mistakes(pool):
             "ColwiseParallel of Linear: the input lies on DeviceMesh((1, 2), 'cpu', stride=((), 1)) and the module on "
             "DeviceMesh((2,), 'cpu', stride=(1,)); bring them onto one mesh"
         ),
-        "RowwiseParallel can't take CutLinear '0': it is cut already; name a module once in a plan",
+        "RowwiseParallel can't take CutLinear '0': a style was applied to it already; name a module once in a plan",
         (
             "PrepareModuleInput of the Echo itself: input: 2 values and 1 layouts (Shard(dim=0),); give one per value, "
             "None for those to leave as they are"

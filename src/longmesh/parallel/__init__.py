@@ -1,6 +1,7 @@
 """Parallelise a model by a plan of module styles; names, arguments and defaults as torch's."""
 
 from longmesh.parallel.apply import parallelize_module
+from longmesh.parallel.attention import AttentionParallel
 from longmesh.parallel.colwise import ColwiseParallel
 from longmesh.parallel.loss import loss_parallel
 from longmesh.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -9,6 +10,7 @@ from longmesh.parallel.sequence import SequenceParallel
 from longmesh.parallel.style import ParallelStyle
 
 __all__ = [
+    "AttentionParallel",
     "ColwiseParallel",
     "ParallelStyle",
     "PrepareModuleInput",

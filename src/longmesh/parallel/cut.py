@@ -12,17 +12,17 @@ from longmesh.errors import LongmeshError
 from longmesh.parallel.compiling import Traceable
 from longmesh.parallel.embedding import EmbeddingStep
 from longmesh.parallel.linear import LinearStep
-from longmesh.parallel.modules import CutEmbedding, CutLinear, give_step
+from longmesh.parallel.modules import CUT, check_unstyled, give_step, mark_hooked
 from longmesh.parallel.style import (
     ParallelStyle,
     arrange,
     check_module,
     check_one_axis,
     check_placement,
-    describe_module,
     distribute_parameter,
     enter,
     leave,
+    replicate_buffers,
 )
 from longmesh.spec import Placement, Replicate, Shard
 from longmesh.tensor import DTensor
@@ -54,11 +54,7 @@ class CutStyle(ParallelStyle):
     def _check(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         check_one_axis(device_mesh, type(self).__name__)
         check_module(self, name, module, (nn.Linear, nn.Embedding))
-        if isinstance(module, (CutLinear, CutEmbedding)):
-            raise LongmeshError(
-                f"{type(self).__name__} can't take {describe_module(name, module)}: it is cut already; name a module "
-                "once in a plan"
-            )
+        check_unstyled(self, name, module)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check("", module, device_mesh)
@@ -84,11 +80,10 @@ class CutStyle(ParallelStyle):
                 argument,
             )
         distribute_parameter(module, "weight", device_mesh, step.weight_placement, self.src_data_rank)
-        if type(module) is nn.Linear:
-            give_step(module, CutLinear, step)
-        elif type(module) is nn.Embedding:
-            give_step(module, CutEmbedding, step)
+        if type(module) in CUT:
+            give_step(module, step)
         else:
+            replicate_buffers(module, device_mesh, self.src_data_rank)
             self._hook(module, device_mesh, argument)
         return module
 
@@ -115,6 +110,7 @@ class CutStyle(ParallelStyle):
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
+        mark_hooked(module)
 
     def __repr__(self) -> str:
         return (

@@ -47,18 +47,26 @@ class EmbeddingStep:
         return Shard(0 if self.by_rows else 1)
 
     def run(
-        self, indices: torch.Tensor, table: torch.Tensor, padding_idx: int | None, scale_grad_by_freq: bool
+        self,
+        indices: torch.Tensor,
+        table: torch.Tensor,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        sparse: bool,
     ) -> torch.Tensor:
-        """The lookup with nothing but a table and indices. Collective: every rank of the mesh."""
-        if not (
-            can_fuse(indices, self.mesh)
+        """The module's forward. Collective: every rank of the mesh."""
+        if (
+            max_norm is None
+            and not sparse
+            and can_fuse(indices, self.mesh)
             and type(table) is DTensor
             and table.placements == (self.weight_placement,)
         ):
-            return self.run_by_ops(indices, table, padding_idx, None, 2.0, scale_grad_by_freq, False)
-        return _FusedEmbedding.apply(
-            indices, table, -1 if padding_idx is None else padding_idx, scale_grad_by_freq, self
-        )
+            padding = -1 if padding_idx is None else padding_idx
+            return _FusedEmbedding.apply(indices, table, padding, scale_grad_by_freq, self)
+        return self.run_by_ops(indices, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
     def run_by_ops(self, indices: torch.Tensor, table: torch.Tensor, *options: Any) -> torch.Tensor:
         """The same with DTensor ops, with every option of F.embedding."""

@@ -1,4 +1,4 @@
-"""The classes that a plain nn.Linear, nn.Embedding or nn.LayerNorm becomes when a style is applied to it.
+"""The classes that a plain nn.Linear, nn.Embedding or norm becomes when a style is applied to it.
 
 The module stays the object it was, with its hooks, parameters and state dict; only its forward is another one: it
 takes what a user gives it and runs as one step (under a compiler, by ops). A subclass with a forward of its own
@@ -7,62 +7,95 @@ keeps that, between two hooks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
+from longmesh.errors import LongmeshError
 from longmesh.parallel.compiling import Traceable
 from longmesh.parallel.embedding import EmbeddingStep
 from longmesh.parallel.linear import LinearStep
-from longmesh.parallel.norm import LayerNormStep
+from longmesh.parallel.norm import LayerNormStep, RMSNormStep
+from longmesh.parallel.style import ParallelStyle, describe_module
+
+Step = LinearStep | EmbeddingStep | LayerNormStep | RMSNormStep
 
 
-class CutLinear(nn.Linear):
+class Styled(nn.Module):
+    """A module with a step. `adopt` turns a parameter into our DTensor, where others hold it as something else."""
+
+    step: Any
+    by_ops: Traceable
+    adopt: Callable[[Any], Any] | None = None
+
+    def run(self, input: torch.Tensor, parameters: tuple[Any, ...], *options: Any) -> torch.Tensor:
+        """The step with these parameters, as `step.run` takes them, and then the options."""
+        if self.adopt is not None:
+            parameters = tuple(None if p is None else self.adopt(p) for p in parameters)
+        if torch.compiler.is_compiling():
+            return self.by_ops.run(input, *parameters, *options)
+        return self.step.run(input, *parameters, *options)
+
+
+class CutLinear(Styled, nn.Linear):
     """A Linear whose weight is cut over the ranks of a mesh axis."""
 
-    step: LinearStep
-    by_ops: Traceable
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return self.by_ops.run(input, self.weight, self.bias)
-        return self.step.run(input, self.weight, self.bias)
+        return self.run(input, (self.weight, self.bias))
 
 
-class CutEmbedding(nn.Embedding):
+class CutEmbedding(Styled, nn.Embedding):
     """An Embedding whose table is cut over the ranks of a mesh axis."""
 
-    step: EmbeddingStep
-    by_ops: Traceable
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.max_norm is None and not self.sparse and not torch.compiler.is_compiling():
-            return self.step.run(input, self.weight, self.padding_idx, self.scale_grad_by_freq)
-        return self.by_ops.run(
-            input,
-            self.weight,
-            self.padding_idx,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.sparse,
-        )
+        options = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+        return self.run(input, (self.weight,), *options)
 
 
-class CutLayerNorm(nn.LayerNorm):
+class CutLayerNorm(Styled, nn.LayerNorm):
     """A LayerNorm with whole parameters, of a sequence that is cut over the ranks of a mesh axis."""
 
-    step: LayerNormStep
-    by_ops: Traceable
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        call = self.by_ops.run if torch.compiler.is_compiling() else self.step.run
-        return call(input, tuple(self.normalized_shape), self.weight, self.bias, self.eps)
+        return self.run(input, (self.weight, self.bias), tuple(self.normalized_shape), self.eps)
 
 
-def give_step(
-    module: nn.Module, kind: type[nn.Module], step: LinearStep | EmbeddingStep | LayerNormStep
-) -> None:
-    """Make `module` one of the classes above."""
-    module.__class__ = kind
+class CutRMSNorm(Styled, nn.RMSNorm):
+    """An RMSNorm with a whole weight, of a sequence that is cut over the ranks of a mesh axis."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x, (self.weight,), tuple(self.normalized_shape), self.eps)
+
+
+CUT: dict[type[nn.Module], type[Styled]] = {
+    nn.Linear: CutLinear,
+    nn.Embedding: CutEmbedding,
+    nn.LayerNorm: CutLayerNorm,
+    nn.RMSNorm: CutRMSNorm,
+}
+
+
+def give_step(module: nn.Module, step: Step) -> None:
+    """Make `module`, of exactly one of the plain classes, the one above for it."""
+    module.__class__ = CUT[type(module)]
     module.__dict__["step"] = step
     module.__dict__["by_ops"] = Traceable(step.run_by_ops)
+
+
+def mark_hooked(module: nn.Module) -> None:
+    """Note that a style's hooks give this module DTensors."""
+    module.__dict__["is_hooked_by_style"] = True
+
+
+def is_styled(module: nn.Module) -> bool:
+    """Whether a style that cuts or replicates parameters was applied to this very module."""
+    return isinstance(module, Styled) or module.__dict__.get("is_hooked_by_style", False)
+
+
+def check_unstyled(style: ParallelStyle, name: str, module: nn.Module) -> None:
+    if is_styled(module):
+        raise LongmeshError(
+            f"{type(style).__name__} can't take {describe_module(name, module)}: a style was applied to it already; "
+            "name a module once in a plan"
+        )

@@ -1,4 +1,4 @@
-"""LayerNorm of a cut sequence as one step of autograd: every rank normalises its own rows.
+"""Norms of a cut sequence: every rank normalises its own rows, a LayerNorm as one step of autograd.
 
 The parameters are whole on every rank; each rank's rows give a term of their gradients, which are pending sums.
 """
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class LayerNormStep:
+class NormStep:
     """Along which dim the sequence is cut, and whether the result is a plain tensor."""
 
     mesh: DeviceMesh
@@ -32,46 +32,81 @@ class LayerNormStep:
     local_output: bool
     argument: str
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerNormStep:
+    def __deepcopy__(self, memo: dict[int, Any]) -> NormStep:
         return self
 
-    def run(
-        self,
-        x: torch.Tensor,
-        normalized: tuple[int, ...],
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
-        """The module's forward. Collective only where the input lies otherwise than along the sequence."""
+    def is_local(
+        self, x: torch.Tensor, normalized: tuple[int, ...], *parameters: torch.Tensor | None
+    ) -> bool:
+        """Whether every rank can normalise its own rows: the sequence is not among what is normalised."""
         dim = self.sequence.dim % x.ndim if x.ndim else 0
-        if (
+        return (
             can_fuse(x, self.mesh)
             and dim < x.ndim - len(normalized)
-            and _is_whole(weight)
-            and _is_whole(bias)
-            and (weight is None or weight.dtype == x.dtype)
-        ):
-            return _FusedLayerNorm.apply(x, weight, bias, normalized, eps, self)
-        return self.run_by_ops(x, normalized, weight, bias, eps)
+            and all(p is None or (_is_whole(p) and p.dtype == x.dtype) for p in parameters)
+        )
 
-    def run_by_ops(
-        self,
-        x: torch.Tensor,
-        normalized: tuple[int, ...],
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
-        """The same with DTensor ops."""
-        given = arrange(enter(x, self.mesh, self.sequence, self.argument), self.sequence)
-        result = F.layer_norm(given, normalized, weight, bias, eps)
+    def enter(self, x: torch.Tensor) -> DTensor:
+        return arrange(enter(x, self.mesh, self.sequence, self.argument), self.sequence)
+
+    def leave(self, result: torch.Tensor) -> torch.Tensor:
         assert isinstance(result, DTensor)
         return result.to_local() if self.local_output else result
 
 
-def _is_whole(parameter: torch.Tensor | None) -> bool:
-    return parameter is None or (type(parameter) is DTensor and parameter.placements == (Replicate(),))
+class LayerNormStep(NormStep):
+    """A LayerNorm's forward. Collective only where the input lies otherwise than along the sequence."""
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        normalized: tuple[int, ...],
+        eps: float,
+    ) -> torch.Tensor:
+        if self.is_local(x, normalized, weight, bias):
+            return _FusedLayerNorm.apply(x, weight, bias, normalized, eps, self)
+        return self.run_by_ops(x, weight, bias, normalized, eps)
+
+    def run_by_ops(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        normalized: tuple[int, ...],
+        eps: float,
+    ) -> torch.Tensor:
+        """The same with DTensor ops."""
+        return self.leave(F.layer_norm(self.enter(x), normalized, weight, bias, eps))
+
+
+class RMSNormStep(NormStep):
+    """An RMSNorm's forward, on local tensors: torch has no backward for its fused kernel on CPUs."""
+
+    def run(
+        self, x: torch.Tensor, weight: torch.Tensor | None, normalized: tuple[int, ...], eps: float | None
+    ) -> torch.Tensor:
+        if not self.is_local(x, normalized, weight):
+            return self.run_by_ops(x, weight, normalized, eps)
+        given = self.enter(x) if type(x) is DTensor else x
+        local = given.to_local() if isinstance(given, DTensor) else given
+        scale = weight.to_local(grad_placements=(Partial(),)) if isinstance(weight, DTensor) else None
+        result = F.rms_norm(local, normalized, scale, eps)
+        if self.local_output:
+            return result
+        shape = given.shape if isinstance(given, DTensor) else None
+        return DTensor.from_local(result, self.mesh, (self.sequence,), shape=shape)
+
+    def run_by_ops(
+        self, x: torch.Tensor, weight: torch.Tensor | None, normalized: tuple[int, ...], eps: float | None
+    ) -> torch.Tensor:
+        """The same with DTensor ops."""
+        return self.leave(F.rms_norm(self.enter(x), normalized, weight, eps))
+
+
+def _is_whole(parameter: torch.Tensor) -> bool:
+    return type(parameter) is DTensor and parameter.placements == (Replicate(),)
 
 
 class _FusedLayerNorm(torch.autograd.Function):

@@ -9,11 +9,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.errors import LongmeshError
 from longmesh.parallel.compiling import Traceable
-from longmesh.parallel.modules import CutLayerNorm, give_step
-from longmesh.parallel.norm import LayerNormStep
-from longmesh.parallel.style import ParallelStyle, arrange, check_one_axis, distribute_parameter, enter
+from longmesh.parallel.modules import check_unstyled, give_step, mark_hooked
+from longmesh.parallel.norm import LayerNormStep, RMSNormStep
+from longmesh.parallel.style import (
+    ParallelStyle,
+    arrange,
+    check_one_axis,
+    distribute_parameter,
+    enter,
+    replicate_buffers,
+)
 from longmesh.spec import Replicate, Shard
 from longmesh.tensor import DTensor
+
+_STEPS = {nn.LayerNorm: LayerNormStep, nn.RMSNorm: RMSNormStep}
 
 
 class SequenceParallel(ParallelStyle):
@@ -29,6 +38,7 @@ class SequenceParallel(ParallelStyle):
 
     def _check(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         check_one_axis(device_mesh, "SequenceParallel")
+        check_unstyled(self, name, module)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check("", module, device_mesh)
@@ -36,10 +46,11 @@ class SequenceParallel(ParallelStyle):
         for part in module.modules():
             for name in list(part._parameters):
                 distribute_parameter(part, name, device_mesh, Replicate(), self.src_data_rank)
-        if type(module) is nn.LayerNorm:
-            step = LayerNormStep(device_mesh, *self.sequence_sharding, self.use_local_output, argument)
-            give_step(module, CutLayerNorm, step)
+        kind = _STEPS.get(type(module))
+        if kind is not None:
+            give_step(module, kind(device_mesh, *self.sequence_sharding, self.use_local_output, argument))
         else:
+            replicate_buffers(module, device_mesh, self.src_data_rank)
             self._hook(module, device_mesh, argument)
         return module
 
@@ -62,6 +73,7 @@ class SequenceParallel(ParallelStyle):
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
+        mark_hooked(module)
 
     def __repr__(self) -> str:
         return (

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh.comm import MeshComm, comm_of, run_plan
 from longmesh.errors import LongmeshError
 from longmesh.plan import plan_redistribute
-from longmesh.spec import Layout, MeshShape, Placement
+from longmesh.spec import Layout, MeshShape, Placement, Replicate
 from longmesh.tensor import DTensor, distribute_tensor
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.meta import even_global_shape
@@ -85,6 +85,14 @@ def distribute_parameter(
     if parameter is not None:
         whole = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
         module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+def replicate_buffers(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
+    """Make a module's buffers DTensors, whole on every rank, so that its ops can use them. Collective."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                part._buffers[name] = distribute_tensor(buffer, mesh, [Replicate()], src_data_rank=source)
 
 
 # -- layouts -------------------------------------------------------------------------------------
