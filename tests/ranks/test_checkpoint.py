@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor as reference
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from longmesh import DTensor, Layout, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from longmesh.checkpoint import load, load_safetensors, save, save_safetensors
@@ -121,6 +122,29 @@ def exchange_with_torch(directory):
 
 def test_torch_reads_ours_and_we_read_torchs(pool, tmp_path):
     assert pool.run(exchange_with_torch, str(tmp_path), ranks=4) == [[True] * 12] * 4
+
+
+def use_torchs_functions(directory):
+    """torch's own way to a state dict, an asynchronous save, and a change of what was saved meanwhile."""
+    mesh = cpu_mesh(2)
+    model, optimizer = make_training(mesh, (0,))
+    train(model, optimizer, mesh, 1)
+    parts, moments = get_state_dict(model, optimizer)
+    group = dist.new_group()  # a thread saves: its collectives must not mix with ours
+    future = dcp.async_save(
+        {"model": parts, "optimizer": moments}, checkpoint_id=f"{directory}/run", process_group=group
+    )
+    before = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    train(model, optimizer, mesh, 1)
+    future.result()
+    state = {"model": parts, "optimizer": moments}
+    load(state, f"{directory}/run")
+    set_state_dict(model, optimizer, model_state_dict=parts, optim_state_dict=moments)
+    return all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
+
+
+def test_torchs_state_dict_functions_and_asynchronous_saves(pool, tmp_path):
+    assert pool.run(use_torchs_functions, str(tmp_path), ranks=2) == [True, True]
 
 
 def make_training(mesh, dims):

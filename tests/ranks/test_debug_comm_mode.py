@@ -168,6 +168,7 @@ def mixed():
         torch.distributed._functional_collectives.all_reduce(torch.ones(6), "sum", mesh).wait()
         x.redistribute(placements=[Partial()]).full_tensor()
     same = theirs.get_comm_counts() == ours.get_comm_counts()
+    assert ours.get_comm_counts()[torch.ops.c10d_functional.broadcast] == 0
     counts, sent = names(ours.get_comm_counts()), [c.event.sent_bytes for c in ours.calls]
     with pytest.raises(RuntimeError), ours:
         torch.ones(2) @ torch.ones(3)

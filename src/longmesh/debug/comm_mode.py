@@ -77,8 +77,11 @@ class CommDebugMode(TorchDispatchMode):
         return len(self.calls)
 
     def get_comm_counts(self) -> dict[Any, int]:
-        """The number of collectives by op: torch.ops.c10d_functional's, or torch.ops.c10d's for what has none there."""
-        return dict(Counter(call.op for call in self.calls))
+        """The number of collectives by op: torch.ops.c10d_functional's, or torch.ops.c10d's for what has none there.
+
+        An op that did not run counts 0.
+        """
+        return Counter(call.op for call in self.calls)
 
     def get_total_bytes(self) -> int:
         """What this rank sent."""

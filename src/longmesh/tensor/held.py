@@ -33,6 +33,9 @@ class Held:
     # Plans to other layouts, once made.
     routes: dict[Layout, RedistributePlan]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Held:
+        return self
+
     def with_layout(self, layout: Layout) -> Held:
         return hold(self.mesh, layout, self.shape, self.stride, self.dtype)
 
