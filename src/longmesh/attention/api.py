@@ -58,11 +58,14 @@ class Heads:
 
 
 class ContextParallel:
-    """Made by every rank of the mesh with the same arguments. Making it communicates nothing."""
+    """Made by every rank of the mesh with the same arguments. Making it communicates nothing.
+
+    Without a mesh the sequence is whole in this process: the same masks and kernels, and no process group.
+    """
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | None,
         *,
         seq_len: int,
         mask: Mask | None = None,
@@ -75,16 +78,16 @@ class ContextParallel:
         head_dim: int = 64,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        if mesh.ndim > 2:
+        if mesh is not None and mesh.ndim > 2:
             raise LongmeshError(
                 f"ContextParallel: the mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}; "
                 "attention runs on 1, or 2 for hybrid: pass the sub-mesh of the axes that cut the sequence, "
                 "such as mesh['cp']"
             )
-        self._comm = comm_of(mesh)
+        self._comm = None if mesh is None else comm_of(mesh)
         self.mesh = mesh
-        self.rank: int = self._comm.shape.index(self._comm.coordinate)
-        self._ranks = tuple(reversed(mesh.shape))  # (inner, outer), or a number of ranks
+        self.rank: int = 0 if self._comm is None else self._comm.shape.index(self._comm.coordinate)
+        self._ranks = (1,) if mesh is None else tuple(reversed(mesh.shape))  # (inner, outer), or one number
         self._options = {"seq_len": seq_len, "mask": mask, "exchange": exchange, "chunk": chunk}
         self._kernel = kernel
         self._planned: dict[tuple[int, int, int, int], Heads] = {}
@@ -143,14 +146,16 @@ class ContextParallel:
 
     def _gather(self, rows: Tensor, number: int) -> Tensor:
         owned = self._cuts[number]
-        group, members = self._group(tuple(range(self.mesh.ndim)))
+        if self.plan.num_ranks == 1:
+            return rows.index_select(0, self.positions.argsort().to(rows.device))
+        group, members = self._group(self._every_axis)
         most = max(owned.counts)
         order = np.empty(owned.seq_len, dtype=np.int64)
         for place, member in enumerate(members):
             order[owned.positions(member)] = place * most + np.arange(owned.counts[member])
         mine = torch.from_numpy(owned.positions(self.rank)).to(rows.device)
         order_S = torch.from_numpy(order).to(rows.device)
-        return Gather.apply(rows, owned.counts, order_S, mine, group if group.size > 1 else None)
+        return Gather.apply(rows, owned.counts, order_S, mine, group)
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -206,6 +211,7 @@ class ContextParallel:
         group = self._everyone
         if self._has_agreed and not group.is_gloo:
             return check(*args)
+        assert self.mesh is not None
         device = "cpu" if group.is_gloo else self.mesh.device_type
         self._has_agreed = True
         try:
@@ -218,7 +224,11 @@ class ContextParallel:
 
     @functools.cached_property
     def _everyone(self) -> AxisGroup:
-        return self._group(tuple(range(self.mesh.ndim)))[0]
+        return self._group(self._every_axis)[0]
+
+    @property
+    def _every_axis(self) -> tuple[int, ...]:
+        return () if self.mesh is None else tuple(range(self.mesh.ndim))
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Call:
         """The call, planned. Only the first one for given heads may communicate, to make groups."""
@@ -243,7 +253,7 @@ class ContextParallel:
 
     def _prepare(self, plan: AttentionPlan) -> Heads:
         """Groups and routes of a plan. Groups of several axes are made here, by all ranks together."""
-        every = tuple(range(self.mesh.ndim))
+        every = self._every_axis
         outer = inner = None
         members, peers = (0,), (self.rank,)
         if plan.outer == 1 and plan.inner > 1:
@@ -260,6 +270,7 @@ class ContextParallel:
 
     def _group(self, axes: tuple[int, ...]) -> tuple[AxisGroup, tuple[int, ...]]:
         """The group over the axes, and its members as ranks of the plan."""
+        assert self._comm is not None, "one process alone has no groups"
         group = self._comm.group(axes)
         return group, tuple(self._comm.shape.index(coordinate) for coordinate in group.members)
 

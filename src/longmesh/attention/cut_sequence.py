@@ -9,12 +9,19 @@ is planned when a mask is first seen.
 
 from __future__ import annotations
 
+import functools
+import operator
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
 
 from longmesh.attention import masks
 from longmesh.attention.api import ContextParallel
+from longmesh.attention.cut_block_mask import CutBlockMask
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.layout.given import Given
@@ -24,14 +31,15 @@ from longmesh.errors import LongmeshError
 
 
 class CutSequence:
-    """Made by every rank of the mesh with the same arguments. Making it communicates nothing.
+    """Made by every rank of the mesh with the same arguments. Making it communicates nothing. Without a mesh the
+    sequence is whole in this process.
 
     `mask` holds for every call; a call that is causal besides sees what both show it.
     """
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | None,
         *,
         seq_len: int,
         mask: Mask | None = None,
@@ -47,28 +55,44 @@ class CutSequence:
             mesh, seq_len=seq_len, mask=mask or masks.causal(), layout=layout, exchange=exchange
         )
         self._engines: dict[object, ContextParallel] = {"causal" if mask is None else None: self.lead}
+        self._of_block_masks: weakref.WeakKeyDictionary[BlockMask, ContextParallel] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @property
     def num_tokens(self) -> int:
         """Tokens of this rank."""
         return self.lead.num_tokens
 
-    def engine(self, is_causal: bool, mask: Mask | None = None) -> ContextParallel:
-        """The engine for the mask of the sequence, a call's own and causality together."""
-        key = mask if mask is not None else ("causal" if is_causal else None)
+    def engine(self, is_causal: bool) -> ContextParallel:
+        """The engine for the mask of the sequence, and causality besides."""
+        key = "causal" if is_causal else None
         if key not in self._engines:
-            parts = [m for m in (self._mask, mask, masks.causal() if is_causal else None) if m is not None]
-            whole = parts[0] if parts else masks.full()
-            for part in parts[1:]:
-                whole = whole & part
-            self._engines[key] = ContextParallel(
-                self.mesh,
-                seq_len=self.seq_len,
-                mask=whole,
-                layout=Given(self.lead.plan.rows[0].ownership),
-                exchange=self._exchange,
-            )
+            self._engines[key] = self._with_mask(masks.causal() if is_causal else None)
         return self._engines[key]
+
+    def engine_of(self, block_mask: BlockMask | None) -> ContextParallel:
+        """The engine for the mask of the sequence and that of a FlexAttention call."""
+        if block_mask is None:
+            return self.engine(is_causal=False)
+        if block_mask not in self._of_block_masks:
+            mask = (
+                block_mask.whole
+                if isinstance(block_mask, CutBlockMask)
+                else masks.from_block_mask(block_mask)
+            )
+            self._of_block_masks[block_mask] = self._with_mask(mask)
+        return self._of_block_masks[block_mask]
+
+    def _with_mask(self, mask: Mask | None) -> ContextParallel:
+        parts = [m for m in (self._mask, mask) if m is not None]
+        return ContextParallel(
+            self.mesh,
+            seq_len=self.seq_len,
+            mask=functools.reduce(operator.and_, parts) if parts else masks.full(),
+            layout=Given(self.lead.plan.rows[0].ownership),
+            exchange=self._exchange,
+        )
 
     def attend(
         self,
@@ -87,11 +111,8 @@ class CutSequence:
         `attn_mask` covers the whole sequence: (..., seq_len, seq_len), or 1 where it broadcasts.
         """
         self._check_lengths(query, key, value)
-        if query.ndim >= 3 and query.shape[-3] != key.shape[-3] and not enable_gqa:
-            raise LongmeshError(
-                f"{query.shape[-3]} query heads and {key.shape[-3]} key heads: pass enable_gqa=True, as for "
-                "scaled_dot_product_attention anywhere"
-            )
+        if query.ndim >= 3:
+            check_heads(query, key, enable_gqa)
         leading = query.shape[:-2]
         q, k, v = (_four_dims(t) for t in (query, key, value))
         out = self.engine(is_causal)(
@@ -104,6 +125,21 @@ class CutSequence:
             dropout_seed=self._common_seed() if dropout_p else None,
         )
         return out.reshape(*leading, *out.shape[-2:])
+
+    def flex(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Callable[..., Tensor] | None,
+        block_mask: BlockMask | None,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor:
+        """FlexAttention over the whole sequence, of this rank's queries. Collective."""
+        self._check_lengths(query, key, value)
+        check_heads(query, key, enable_gqa)
+        return self.engine_of(block_mask)(query, key, value, scale=scale, score_mod=score_mod)
 
     def _check_lengths(self, *tensors: Tensor) -> None:
         lengths = [t.shape[-2] for t in tensors]
@@ -131,11 +167,21 @@ class CutSequence:
     def _common_seed(self) -> int:
         """One number for all ranks, drawn from the first rank's generator, which checkpointing restores."""
         seed = torch.randint(1 << 31, ())
+        if self.mesh is None:
+            return int(seed)
         group = comm_of(self.mesh).group(tuple(range(self.mesh.ndim)))
         if group.size == 1:
             return int(seed)
         device = "cpu" if group.is_gloo else self.mesh.device_type
         return int(collectives.all_gather(seed.view(1).to(device), group=group)[0])
+
+
+def check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
+    if query.shape[-3] != key.shape[-3] and not enable_gqa:
+        raise LongmeshError(
+            f"{query.shape[-3]} query heads and {key.shape[-3]} key heads: pass enable_gqa=True, as for attention "
+            "anywhere"
+        )
 
 
 def _four_dims(tensor: Tensor) -> Tensor:

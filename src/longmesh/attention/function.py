@@ -130,10 +130,8 @@ class Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows, counts: tuple[int, ...], order: Tensor, mine: Tensor, group: AxisGroup | None):
+    def forward(ctx, rows, counts: tuple[int, ...], order: Tensor, mine: Tensor, group: AxisGroup):
         ctx.save_for_backward(mine)
-        if group is None:
-            return rows.index_select(0, order)
         most = max(counts)
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows

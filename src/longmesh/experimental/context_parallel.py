@@ -15,33 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
 
 from longmesh.attention import ContextParallel, Exchange, Layout, masks
+from longmesh.attention.cut_block_mask import cut_block_mask
 from longmesh.attention.cut_sequence import CutSequence
-from longmesh.attention.intercept import AttentionMode
+from longmesh.attention.scope import (
+    close_scope,
+    current_cut,
+    default_exchange,
+    open_scope,
+    set_default_exchange,
+)
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 
 _DEFAULT_LAYOUT = "zigzag"
 # torch's names; its "alltoall" sends each shard on to the next rank.
 _ROTATE_METHODS = {"allgather": "allgather", "alltoall": "ring"}
-
-
-@dataclass(frozen=True)
-class _State:
-    """The scopes that are open in this thread, the innermost last, and the exchange that the user chose."""
-
-    modes: tuple[AttentionMode, ...] = ()
-    exchange: str = "auto"
-
-
-_state: ContextVar[_State] = ContextVar("longmesh_context_parallel", default=_State())  # noqa: B039 - a frozen value
 
 
 @contextmanager
@@ -69,11 +64,11 @@ def context_parallel(
         seq_len=seq_len,
         mask=mask,
         layout=layout or _DEFAULT_LAYOUT,
-        exchange=exchange or _state.get().exchange,
+        exchange=exchange or default_exchange(),
     )
     kept = no_restore_buffers or set()
     restore = [(b, b.detach()) for b in buffers if not any(b is other for other in kept)]
-    mode = _open(cut)
+    mode = open_scope(cut)
     try:
         # New memory for each: buffers may share theirs, as inputs and labels of one batch do.
         parts = [cut.lead.shard(b.detach(), dim) for b, dim in zip(buffers, dims, strict=True)]
@@ -81,7 +76,7 @@ def context_parallel(
             buffer.data = part
         yield cut.lead
     finally:
-        _close(mode)
+        close_scope(mode)
         for buffer, original in restore:
             buffer.data = original
 
@@ -99,29 +94,52 @@ def enable_context_parallel(
     Cuts nothing: use the engine's `shard`, or `context_parallel_shard`.
     """
     _check_mesh(mesh)
-    chosen = exchange or _state.get().exchange
+    chosen = exchange or default_exchange()
     cut = CutSequence(mesh, seq_len=seq_len, mask=mask, layout=layout or _DEFAULT_LAYOUT, exchange=chosen)
-    _open(cut)
+    open_scope(cut)
     return cut.lead
 
 
 def disable_context_parallel() -> None:
     """End what the last `enable_context_parallel` began."""
-    modes = _state.get().modes
-    if not modes:
-        raise LongmeshError(
-            "disable_context_parallel: no scope of context parallelism is open in this thread"
-        )
-    _close(modes[-1])
+    close_scope()
 
 
 def context_parallel_shard(
-    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], layout: Layout | str | None = None
-) -> list[Tensor]:
-    """This rank's part of each tensor, in a new one. Sends nothing."""
-    seq_len = _check_buffers(list(buffers), list(seq_dims), set())
-    engine = _engine_of(mesh, seq_len, layout)
-    return [engine.shard(b, dim) for b, dim in zip(buffers, seq_dims, strict=True)]
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor | BlockMask],
+    seq_dims: Sequence[int],
+    load_balancer: Layout | str | None = None,
+) -> list[Tensor | BlockMask]:
+    """This rank's part of each tensor, in a new one, and its rows of each BlockMask. Sends nothing.
+
+    Differentiable. `load_balancer`: the layout to cut with, if it is neither the open scope's nor the default.
+    """
+    pairs = list(zip(buffers, seq_dims, strict=True))
+    lengths = [b.seq_lengths[0] if isinstance(b, BlockMask) else b.shape[d] for b, d in pairs]
+    if len(set(lengths)) != 1:
+        raise LongmeshError(
+            f"context_parallel_shard: lengths {lengths} along seq_dims; all buffers must have the length of the "
+            "sequence there"
+        )
+    engine = _engine_of(mesh, lengths[0], load_balancer)
+    return [
+        _cut_mask(b, engine, lengths[0]) if isinstance(b, BlockMask) else engine.shard(b, d) for b, d in pairs
+    ]
+
+
+def _cut_mask(block_mask: BlockMask, engine: ContextParallel, seq_len: int) -> BlockMask:
+    rows, heads = block_mask.kv_num_blocks.shape[:2]
+    return cut_block_mask(
+        block_mask.mask_mod,
+        masks.from_block_mask(block_mask),
+        engine.positions,
+        seq_len,
+        B=rows,
+        H=heads,
+        device=block_mask.kv_num_blocks.device,
+        block_size=block_mask.BLOCK_SIZE,
+    )
 
 
 @torch.no_grad()
@@ -152,13 +170,7 @@ def set_rotate_method(rotate_method: str) -> None:
             f"set_rotate_method({rotate_method!r}): allowed are {' and '.join(map(repr, _ROTATE_METHODS))}; "
             "other exchanges are an argument of the scope: context_parallel(..., exchange='sparse')"
         )
-    _state.set(_State(_state.get().modes, _ROTATE_METHODS[rotate_method]))
-
-
-def current_cut() -> CutSequence | None:
-    """The sequence of the innermost open scope."""
-    modes = _state.get().modes
-    return modes[-1].cut if modes else None
+    set_default_exchange(_ROTATE_METHODS[rotate_method])
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -168,22 +180,6 @@ def _check_mesh(mesh: DeviceMesh) -> None:
             f"a scope of context parallelism over {mesh} inside one over {cut.mesh}: attention could not tell whose "
             "tokens it sees; close the outer one first"
         )
-
-
-def _open(cut: CutSequence) -> AttentionMode:
-    state = _state.get()
-    mode = AttentionMode(cut, is_nested=bool(state.modes))
-    mode.__enter__()
-    _state.set(_State((*state.modes, mode), state.exchange))
-    return mode
-
-
-def _close(mode: AttentionMode) -> None:
-    state = _state.get()
-    if not state.modes or state.modes[-1] is not mode:
-        raise LongmeshError("scopes of context parallelism must be closed in the reverse order of opening")
-    _state.set(_State(state.modes[:-1], state.exchange))
-    mode.__exit__(None, None, None)
 
 
 def _engine_of(mesh: DeviceMesh, seq_len: int, layout: Layout | str | None) -> ContextParallel:

@@ -8,6 +8,7 @@ Indices are global, whatever the layout; how a function of a pair is asked for a
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 
 import torch
@@ -94,7 +95,8 @@ def additive_mask(
 def captured_tensors(fn: Callable | None) -> list[Tensor]:
     """The tensors that `fn` captured and that need a gradient, in a fixed order without repetitions.
 
-    Looked for in closures, defaults, partials, bound objects and the functions those hold in turn.
+    Looked for in closures, globals that its code names, defaults, partials, bound objects and the functions those
+    hold in turn.
     """
     found: list[Tensor] = []
     seen: set[int] = set()
@@ -125,6 +127,12 @@ def captured_tensors(fn: Callable | None) -> list[Tensor]:
     return found
 
 
+def _names_in(code: types.CodeType) -> list[str]:
+    """The names that a function's code, and that of functions made in it, may look up as globals."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return [*code.co_names, *(name for c in inner for name in _names_in(c))]
+
+
 def _walk_function(fn: Callable, walk: Callable[[object], None]) -> None:
     walk(getattr(fn, "__self__", None))
     inner = getattr(fn, "__func__", fn)
@@ -132,6 +140,11 @@ def _walk_function(fn: Callable, walk: Callable[[object], None]) -> None:
         walk(cell.cell_contents)
     for default in getattr(inner, "__defaults__", None) or ():
         walk(default)
+    if isinstance(inner, types.FunctionType):
+        for name in _names_in(inner.__code__):
+            value = inner.__globals__.get(name)
+            if isinstance(value, (Tensor, torch.nn.Module, types.FunctionType, list, tuple, dict)):
+                walk(value)
     if not hasattr(inner, "__code__"):  # an object with __call__
         for value in getattr(fn, "__dict__", {}).values():
             walk(value)

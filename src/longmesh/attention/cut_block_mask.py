@@ -1,0 +1,68 @@
+"""BlockMasks of a cut sequence: one rank's query rows against all keys, made without making the whole.
+
+whole    queries 0..S            x  keys 0..S
+cut      this rank's positions   x  keys 0..S       mask_mod(b, h, positions[q_idx], kv_idx)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from longmesh.attention.mask.base import Mask
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+_BLOCK = 128
+
+
+class CutBlockMask(BlockMask):
+    """One rank's rows of a BlockMask. `whole` is the mask over the whole sequence, which the engine plans from."""
+
+    whole: Mask
+
+
+def rewrite_mask_mod(mask_mod: MaskMod, positions: Tensor) -> MaskMod:
+    """`mask_mod` for local query indices: row i is the token at `positions[i]` of the whole sequence."""
+
+    def of_local_rows(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_mod(b, h, positions[q_idx], kv_idx)
+
+    return of_local_rows
+
+
+def cut_block_mask(
+    mask_mod: MaskMod,
+    whole: Mask,
+    positions: Tensor,
+    seq_len: int,
+    *,
+    B: int | None = None,
+    H: int | None = None,
+    device: torch.device | str = "cpu",
+    block_size: int | tuple[int, int] = _BLOCK,
+) -> CutBlockMask:
+    """The BlockMask of the query rows at `positions` against all `seq_len` keys."""
+    local = rewrite_mask_mod(mask_mod, positions.to(device))
+    made = create_block_mask(local, B, H, positions.numel(), seq_len, device=device, BLOCK_SIZE=block_size)
+    found = CutBlockMask(**vars(made))
+    found.whole = whole
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def create_block_mask_cached(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str = "cpu",
+    BLOCK_SIZE: int | tuple[int, int] = _BLOCK,
+) -> BlockMask:
+    """torch's create_block_mask, made once for the same function (the same object), sizes and device."""
+    return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=device, BLOCK_SIZE=BLOCK_SIZE)

@@ -1,0 +1,95 @@
+"""flex_attention: FlexAttention's call, forward and backward, on the CPU too, and over a cut sequence in a scope.
+
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        out = flex_attention(q, k, v, score_mod=alibi, block_mask=whole_mask)     # indices are global
+
+`score_mod` and `block_mask` speak of the whole sequence: a BlockMask of (seq_len, seq_len), or this rank's from
+`create_cp_block_mask`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask, flex_attention as torch_flex_attention
+
+from longmesh.attention import masks
+from longmesh.attention.cut_block_mask import CutBlockMask, MaskMod, cut_block_mask
+from longmesh.attention.cut_sequence import CutSequence
+from longmesh.attention.layout.base import Layout
+from longmesh.attention.scope import current_cut
+from longmesh.errors import LongmeshError
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+) -> Tensor:
+    """torch.nn.attention.flex_attention.flex_attention, differentiable wherever tensors are.
+
+    Inside a scope of context parallelism: over the whole sequence, of this rank's queries, and collective. Elsewhere
+    in this process alone. What `score_mod` captures gets its gradient; inside a scope each rank's share of it.
+    """
+    if return_lse:
+        raise LongmeshError(
+            "flex_attention: return_lse is not available; use torch's own flex_attention for it"
+        )
+    cut = current_cut()
+    if cut is None:
+        if query.shape[-2] != key.shape[-2]:
+            return _by_torch(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+        cut = _whole_sequence(query.shape[-2])
+    with torch._C.DisableTorchFunction():
+        return cut.flex(query, key, value, score_mod, block_mask, scale, enable_gqa)
+
+
+def create_cp_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device_mesh: DeviceMesh,
+    load_balancer: Layout | str | None = None,
+) -> CutBlockMask:
+    """This rank's rows of the BlockMask of a sequence of Q_LEN = KV_LEN tokens cut over the mesh. Sends nothing.
+
+    `load_balancer`: the layout the sequence is cut with, if it is neither the open scope's nor head-tail.
+    """
+    if Q_LEN != KV_LEN:
+        raise LongmeshError(
+            f"create_cp_block_mask: {Q_LEN} queries and {KV_LEN} keys; a cut sequence has one length"
+        )
+    cut = current_cut()
+    if load_balancer is not None or cut is None or cut.mesh != device_mesh or cut.seq_len != Q_LEN:
+        cut = CutSequence(device_mesh, seq_len=Q_LEN, layout=load_balancer or "zigzag")
+    whole = masks.mask_mod(mask_mod, rows=B or 1)
+    return cut_block_mask(
+        mask_mod, whole, cut.lead.positions, Q_LEN, B=B, H=H, device=device_mesh.device_type
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _whole_sequence(seq_len: int) -> CutSequence:
+    return CutSequence(None, seq_len=seq_len, layout="contiguous")
+
+
+def _by_torch(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options) -> Tensor:
+    """Queries and keys of two lengths: no cut sequence."""
+    out = torch_flex_attention(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options=kernel_options
+    )
+    assert isinstance(out, Tensor)
+    return out

@@ -1,0 +1,90 @@
+"""AttentionParallel: inside the module, attention runs over the whole sequence that is cut over the mesh.
+
+    parallelize_module(model, mesh["cp"], {"layers.*.attention": AttentionParallel(seq_dim=1)})
+
+The module gets and gives this rank's tokens. It may call F.scaled_dot_product_attention or longmesh.flex_attention.
+Positions are global in the masks; what the module itself makes of positions (RoPE) must be this rank's, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.attention import Exchange, Layout, masks
+from longmesh.attention.cut_sequence import CutSequence
+from longmesh.attention.intercept import AttentionMode
+from longmesh.attention.scope import close_scope, default_exchange, open_scope
+from longmesh.comm import collectives, comm_of
+from longmesh.errors import LongmeshError
+from longmesh.parallel.style import ParallelStyle, describe_module
+
+
+class AttentionParallel(ParallelStyle):
+    """Cut-sequence attention in a module whose first input has this rank's tokens along `seq_dim`.
+
+    Without `seq_len` the ranks add up their tokens at every call: one small collective. `layout` is the one the
+    tokens were cut with, head-tail if not given.
+    """
+
+    def __init__(
+        self,
+        *,
+        seq_dim: int = 1,
+        seq_len: int | None = None,
+        mask: masks.Mask | None = None,
+        layout: Layout | str | None = None,
+        exchange: Exchange | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.seq_dim = seq_dim
+        self.seq_len = seq_len
+        self.mask = mask
+        self.layout = layout or "zigzag"
+        self.exchange = exchange
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cuts: dict[int, CutSequence] = {}
+        opened: list[AttentionMode | None] = []
+        name = describe_module("", module)
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            opened.append(None)
+            tokens = self._tokens(name, (*args, *kwargs.values()))
+            seq_len = self.seq_len if self.seq_len is not None else _total(tokens, device_mesh)
+            if seq_len not in cuts:
+                exchange = self.exchange or default_exchange()
+                options = {"mask": self.mask, "layout": self.layout, "exchange": exchange}
+                cuts[seq_len] = CutSequence(device_mesh, seq_len=seq_len, **options)
+            opened[-1] = open_scope(cuts[seq_len])
+
+        def after(*_: Any) -> None:
+            mode = opened.pop()
+            if mode is not None:  # it also runs where `before` has raised
+                close_scope(mode)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
+        return module
+
+    def _tokens(self, name: str, inputs: tuple[Any, ...]) -> int:
+        tensor = next((t for t in inputs if isinstance(t, torch.Tensor)), None)
+        if tensor is None or not -tensor.ndim <= self.seq_dim < tensor.ndim:
+            given = "no tensor" if tensor is None else f"a tensor of shape {tuple(tensor.shape)}"
+            raise LongmeshError(
+                f"AttentionParallel(seq_dim={self.seq_dim}) on {name}: it was given {given}; its first tensor must "
+                "have this rank's tokens along seq_dim"
+            )
+        return tensor.shape[self.seq_dim]
+
+
+def _total(tokens: int, mesh: DeviceMesh) -> int:
+    """The tokens of all ranks. Collective."""
+    group = comm_of(mesh).group(tuple(range(mesh.ndim)))
+    if group.size == 1:
+        return tokens
+    device = "cpu" if group.is_gloo else mesh.device_type
+    return int(collectives.all_reduce(torch.tensor([tokens], device=device), reduce_op="sum", group=group))
