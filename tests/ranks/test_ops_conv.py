@@ -19,6 +19,7 @@ CONVS = [
     (F.conv2d, (2, 3, 10, 9), (4, 3, 3, 3), {"stride": 3}),
     (F.conv2d, (2, 2, 5, 5), (1, 2, 1, 1), {}),
     (F.conv3d, (2, 2, 3, 4, 5), (3, 2, 2, 1, 3), {"dilation": (1, 1, 2)}),
+    (F.conv3d, (2, 3, 4, 5), (3, 2, 2, 1, 3), {}),  # one image, without a batch
     (F.conv_transpose1d, (3, 4, 5), (4, 6, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
     (F.conv_transpose2d, (2, 4, 5, 3), (4, 2, 3, 2), {"stride": (2, 3), "groups": 2}),
     (F.conv_transpose2d, (1, 2, 2, 7), (2, 1, 2, 4), {"padding": 1, "dilation": 2, "output_padding": 1}),
