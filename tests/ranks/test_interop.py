@@ -144,8 +144,8 @@ def test_refusals(pool):
     assert texts == others and total == 2.0
     collective = (
         "torch.distributed's {} takes plain tensors, got a longmesh DTensor; use its to_local() or redistribute() it. "
-        "DistributedDataParallel can't hold DTensor parameters: convert the module with longmesh.interop.to_torch, or "
-        "make data parallelism an axis of your mesh"
+        "DistributedDataParallel can't hold DTensor parameters: use FSDP2 on the module converted with "
+        "longmesh.interop.to_torch, or make data parallelism an axis of your mesh"
     )
     assert texts == [
         (

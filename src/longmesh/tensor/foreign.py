@@ -22,8 +22,8 @@ def refuse_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     name = func._schema.name.removeprefix("c10d::").strip("_")
     raise LongmeshError(
         f"torch.distributed's {name} takes plain tensors, got a longmesh DTensor; use its to_local() or redistribute() "
-        "it. DistributedDataParallel can't hold DTensor parameters: convert the module with longmesh.interop.to_torch, "
-        "or make data parallelism an axis of your mesh"
+        "it. DistributedDataParallel can't hold DTensor parameters: use FSDP2 on the module converted with "
+        "longmesh.interop.to_torch, or make data parallelism an axis of your mesh"
     )
 
 
