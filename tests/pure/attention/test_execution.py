@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import operator
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -17,12 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longmesh.attention import UNBOUNDED, AttentionPlan, masks, plan_attention
+from longmesh.attention import UNBOUNDED, AttentionPlan, Exchange, Sparse, masks, plan_attention
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.mask.slices import area, make_slices, union
 from support.attention_reference import check_close, inputs, reference
-from support.simulated_ranks import Network, attend
+from support.simulated_ranks import Clock, Network, attend
 
 ON_ONE_AXIS = ("ring", "allgather", "sparse", "ulysses", "auto")
 
@@ -102,7 +101,7 @@ def test_unions_of_slices_on_any_ranks(data):
         assert [s.received_bytes for s in stats] == [network.received_bytes.get(s.rank, 0) for s in stats]
 
 
-def uncut_plan(ranks: int, exchange: str, S: int = 16) -> AttentionPlan:
+def uncut_plan(ranks: int, exchange: Exchange | str, S: int = 16) -> AttentionPlan:
     """Every rank sees every key: all stages of all ranks have work."""
     return plan_attention(seq_len=S, ranks=ranks, mask=masks.full(), layout="contiguous", exchange=exchange)
 
@@ -187,66 +186,60 @@ def test_a_ring_holds_three_shards_whatever_the_number_of_ranks(ranks):
     assert backward["dkv"] == (3 if ranks == 2 else 4)
 
 
-class Sleeping(CpuFlash):
-    """Takes a given time a stage, and no processor."""
+class Timed(CpuFlash):
+    """Takes a given time a stage."""
 
-    def __init__(self, forward_s: float, backward_s: float) -> None:
-        self.forward_s, self.backward_s = forward_s, backward_s
+    def __init__(self, clock: Clock, forward_s: float, backward_s: float) -> None:
+        self.clock, self.forward_s, self.backward_s = clock, forward_s, backward_s
 
     def forward(self, *args, **kwargs):
-        time.sleep(self.forward_s)
+        self.clock.now_s += self.forward_s
         return super().forward(*args, **kwargs)
 
     def backward(self, *args, **kwargs):
-        time.sleep(self.backward_s)
+        self.clock.now_s += self.backward_s
         return super().backward(*args, **kwargs)
 
 
-STAGE_S = 0.02  # what the network takes for every transfer
-FORWARD_S, BACKWARD_S = 0.05, 0.15
-
-
-def best_times(
-    plan: AttentionPlan, kernel: Sleeping, delay_s: float, bars: dict[str, float]
+def time_on(
+    plan: AttentionPlan, *, transfer_s: float, forward_s: float, backward_s: float
 ) -> dict[str, float]:
-    """The slowest rank's seconds for each half, the best of as many runs as it takes to meet the bars, five at most."""
-    best = dict.fromkeys(bars, 1e9)
+    """The slowest rank's seconds for forward and backward, on a network that takes `transfer_s` a transfer."""
+    clock, slowest = Clock(), {"forward": 0.0, "backward": 0.0}
+
+    @contextlib.contextmanager
+    def watch(half: str):
+        start = clock.now_s
+        yield
+        slowest[half] = max(slowest[half], clock.now_s - start)
+
     tensors = inputs(1, 8, 8, plan.seq_len, 8, 8, torch.float32)
-    for _ in range(5):
-        slowest = dict.fromkeys(bars, 0.0)
-
-        @contextlib.contextmanager
-        def watch(half: str, slowest: dict[str, float] = slowest):
-            start = time.perf_counter()
-            yield
-            slowest[half] = max(slowest[half], time.perf_counter() - start)
-
-        networks = {"network": Network(delay_s), "way_back": Network(delay_s)}
-        attend(plan, tensors, backward="backward" in bars, kernel=kernel, watch=watch, **networks)
-        best = {half: min(best[half], slowest[half]) for half in bars}
-        if all(best[half] < bar for half, bar in bars.items()):
-            break
-    return best
+    networks = {"network": Network(transfer_s, clock), "way_back": Network(transfer_s, clock)}
+    attend(plan, tensors, kernel=Timed(clock, forward_s, backward_s), watch=watch, **networks)
+    return slowest
 
 
 @pytest.mark.parametrize(
-    ("exchange", "ranks", "stages"), [("ring", 4, 4), ("allgather", 3, 2), ("sparse", 3, 2)]
+    ("exchange", "ranks", "stages"),
+    [("ring", 4, 4), ("ring", 8, 8), ("allgather", 3, 2), ("sparse", 3, 2), (Sparse(3, min_tokens=1), 4, 4)],
 )
 def test_transfers_are_under_way_while_computing(exchange, ranks, stages):
-    """Within 10% of computing alone, which is the longer here; the last gradients' way home is all that shows."""
+    """Forward takes what computing takes; in backward the last gradients' way home comes on top."""
     plan = uncut_plan(ranks, exchange)
     assert plan.rows[0].schedule.num_stages == stages
-    alone = {"forward": stages * FORWARD_S, "backward": stages * BACKWARD_S}
-    bars = {half: 1.1 * seconds for half, seconds in alone.items()}
-    found = best_times(plan, Sleeping(FORWARD_S, BACKWARD_S), STAGE_S, bars)
-    for half in bars:
-        assert alone[half] <= found[half] < bars[half]
+    found = time_on(plan, transfer_s=0.02, forward_s=0.05, backward_s=0.15)
+    assert found["forward"] == pytest.approx(stages * 0.05)
+    assert found["backward"] == pytest.approx(stages * 0.15 + 0.02)
+    assert found["backward"] < 1.1 * stages * 0.15
 
 
-def test_a_slow_network_is_waited_for_and_nothing_more():
-    """Computing is hidden instead: three transfers one after the other, and the last stage on top."""
-    found = best_times(uncut_plan(4, "ring"), Sleeping(0.005, 0.0), 0.1, {"forward": 1.1 * 0.3})
-    assert 0.3 <= found["forward"] < 1.1 * 0.3
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_slow_ring_is_waited_for_and_nothing_more(ranks):
+    """Transfers depend on one another: computing is hidden behind them, but for the last stage."""
+    found = time_on(uncut_plan(ranks, "ring"), transfer_s=0.02, forward_s=0.005, backward_s=0.005)
+    assert found["forward"] == pytest.approx((ranks - 1) * 0.02 + 0.005)
+    assert found["forward"] < 1.1 * (ranks - 1) * 0.02
+    assert found["backward"] == pytest.approx((ranks - 1) * 0.02 + 0.005 + 0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
