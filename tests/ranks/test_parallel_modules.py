@@ -1,6 +1,7 @@
 """Styled modules as a user meets them: prepared inputs and outputs, subclasses, tied weights, modes, mistakes."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -118,8 +119,9 @@ def under_modes():
         ours, theirs = styled(x), plain(x)
     assert ours.dtype == theirs.dtype == torch.bfloat16
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)  # two roundings to 8 bits in another order
-    with torch.no_grad():
-        torch.testing.assert_close(styled(x), plain(x))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(styled(x), plain(x))
     x.requires_grad_()
     checkpoint(styled, x, use_reentrant=False).sum().backward()
     ours, x.grad = x.grad, None
@@ -130,7 +132,28 @@ def under_modes():
     torch.testing.assert_close(twin(x), styled(x))
     twin.load_state_dict(styled.state_dict())
     assert list(twin.state_dict()) == list(plain.state_dict())
+    file = io.BytesIO()
+    torch.save(styled, file)
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=False)(x), styled(x))
     return True
+
+
+def on_meta():
+    """Made without data, cut, given memory, then loaded."""
+    mesh = cpu_mesh(2)
+    _, styled = mlp(mesh)
+    with torch.device("meta"):
+        _, empty = mlp(mesh)
+    assert empty[0].weight.is_meta
+    empty.to_empty(device="cpu").load_state_dict(styled.state_dict())
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(empty(x), styled(x))
+    return True
+
+
+def test_made_on_meta(pool):
+    assert pool.run(on_meta, ranks=2) == [True] * 2
 
 
 def test_modes(pool):
@@ -162,6 +185,29 @@ def frozen():
 
 def test_what_needs_no_gradient_is_not_sent(pool):
     assert pool.run(frozen, ranks=2) == [[1, 0]] * 2
+
+
+def averages():
+    """A plain input that is this rank's term of an average counts 1/n: so does its gradient."""
+    mesh = cpu_mesh(2)
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 3)
+    for given in (Partial(), Partial("avg")):
+        for out in (Partial(), Partial("avg")):
+            style = ColwiseParallel(input_layouts=given, output_layouts=out)
+            styled = parallelize_module(copy.deepcopy(plain), mesh, style)
+            x = torch.randn(2, 4)
+            y = x.clone().requires_grad_()
+            DTensor.from_local(styled(y), mesh, [out]).redistribute(placements=[Replicate()]).sum().backward()
+            z = x.clone().requires_grad_()
+            whole = DTensor.from_local(z, mesh, [given]).redistribute(placements=[Replicate()])
+            F.linear(whole.to_local(), plain.weight, plain.bias).sum().backward()
+            torch.testing.assert_close(y.grad, z.grad)
+    return True
+
+
+def test_averages(pool):
+    assert pool.run(averages, ranks=2) == [True] * 2
 
 
 class Tied(nn.Module):

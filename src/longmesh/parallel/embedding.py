@@ -60,7 +60,7 @@ class EmbeddingStep:
         if (
             max_norm is None
             and not sparse
-            and can_fuse(indices, self.mesh)
+            and can_fuse(indices, self.mesh, self.input_layout, self.output_layout)
             and type(table) is DTensor
             and table.placements == (self.weight_placement,)
         ):

@@ -66,22 +66,24 @@ class LinearStep:
 
     def _is_fusable(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         return (
-            can_fuse(x, self.mesh)
+            can_fuse(x, self.mesh, self.input_layout, self.output_layout)
             and x.ndim > 1
             and _lies(weight, self.weight_placement)
             and (bias is None or _lies(bias, self.bias_placement))
         )
 
 
-def can_fuse(x: torch.Tensor, mesh: DeviceMesh) -> bool:
-    """Whether a step may work on local tensors: nobody is watching the ops it would be made of."""
+def can_fuse(x: torch.Tensor, mesh: DeviceMesh, *layouts: Placement) -> bool:
+    """Whether a step may work on local tensors: nobody is watching the ops it would be made of, and what is pending
+    in `layouts` or `x` are sums, whose terms have the gradient of the whole."""
     if type(x) is DTensor:
         known = x._lookup is None and (x._mesh is mesh or x._mesh == mesh)
-        known = known and all(p.reduce_op == "sum" for p in x.placements if isinstance(p, Partial))
+        layouts = (*layouts, *x.placements)
     else:
         known = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
     return (
         known
+        and not any(isinstance(p, Partial) and p.reduce_op != "sum" for p in layouts)
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(mesh.device_type)
         and torch._C._functorch.maybe_current_level() is None  # pyright: ignore[reportAttributeAccessIssue]
