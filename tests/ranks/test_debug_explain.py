@@ -181,6 +181,27 @@ def strict_backward():
     return None
 
 
+def strict_lookup():
+    """An op settles a pending lookup before it moves it."""
+    mesh = cpu_mesh(2)
+    table = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)], src_data_rank=None)
+    index = distribute_tensor(torch.tensor([0, 5, 3]), mesh, [Replicate()], src_data_rank=None)
+    found = torch.nn.functional.embedding(index, table)
+    before = str(found.placements[0])
+    try:
+        with record_comm() as log, strict():
+            found.exp()
+    except LongmeshError as error:
+        return str(error), before, len(log.events)
+
+
+def test_strict_sees_pending_lookups(pool):
+    (text, before, sent), other = pool.run(strict_lookup, ranks=2)
+    assert other == (text, before, sent)
+    assert before == "MaskP" and sent == 0
+    assert "aten.exp.default of (3, 4) MaskP would redistribute input 0 from P to " in text
+
+
 def strict_elsewhere():
     """As in a thread that autograd makes for a device: the mode is there, Python's context variables are not."""
     x, w = sharded(2)

@@ -31,8 +31,8 @@ from longmesh.tensor.op_plan import decomposition_of, functional_form, rule_name
 
 @dataclass(frozen=True, slots=True)
 class Redistribution:
-    """A tensor that went to another layout: because the program asked for it, because an op needed its `input` so,
-    or (`inside`) an op's intermediate value."""
+    """A tensor that went to another layout: because the program asked for it, because an op needed its `input` (None:
+    an intermediate value) so, or to carry out a reduction `inside` an op."""
 
     kind: Literal["asked", "implicit", "inside"]
     plan: RedistributePlan
@@ -139,7 +139,7 @@ def _explain_op(op: WatchedOp) -> ExplainedOp:
         rule=_rule_lines(ran_with, [y.layout for y in op.outputs]),
         how=_how(op),
         redistributions=tuple(
-            Redistribution("inside" if move.input is None else "implicit", move.plan, op.where, move.input)
+            Redistribution("implicit" if move.is_implicit else "inside", move.plan, op.where, move.input)
             for move in op.moves
         ),
         collectives=tuple(op.events),
@@ -222,12 +222,13 @@ def _move_lines(move: Redistribution) -> list[tuple[str, str]]:
     steps = move.plan.explain().splitlines()
     if move.kind == "inside":
         return [
-            ("        inside  redistribution of an intermediate value", ""),
+            ("        inside  a reduction that is part of the op", ""),
             *((f"          {s}", "") for s in steps),
         ]
     style = "bold red" if move.plan.num_collectives else "yellow"
     local = "" if move.plan.num_collectives else " (local, nothing is sent)"
-    head = f"     !! implicit redistribution of input {move.input}{local}"
+    what = "an intermediate value" if move.input is None else f"input {move.input}"
+    head = f"     !! implicit redistribution of {what}{local}"
     return [(head, style), *((f"          {s}", style) for s in steps)]
 
 

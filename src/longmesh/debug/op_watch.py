@@ -1,8 +1,9 @@
 """Following ops on DTensors and the redistributions inside them: what explain() and strict() stand on.
 
-A redistribution of an op's input that runs inside the op is implicit: the op needed another layout. One of an
-intermediate value (the maximum that a softmax over a cut dim needs) is part of what the op does. One that runs outside
-of ops was asked for (`redistribute`, `full_tensor`) or is the gradient of one.
+A redistribution that runs inside an op is implicit: the op needed another layout than its input had, or an op that
+it is made of did. Only a reduction that the op itself left pending (the maximum that a softmax over a cut dim needs)
+is part of what it does. One that runs outside of ops was asked for (`redistribute`, `full_tensor`) or is the gradient
+of one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from longmesh.debug.origin import Makers, in_backward, running_node
 from longmesh.plan import RedistributePlan
 from longmesh.spec import Layout
 from longmesh.tensor import DTensor
+from longmesh.tensor.mask_buffer import settled_layout
 from longmesh.tensor.tree import all_tensors
 
 
@@ -47,6 +49,10 @@ class Move:
     plan: RedistributePlan
     input: int | None
 
+    @property
+    def is_implicit(self) -> bool:
+        return self.input is not None or not self.plan.src.partial_axes
+
 
 @dataclass(slots=True)
 class WatchedOp:
@@ -66,7 +72,7 @@ class WatchedOp:
         fits = [
             i
             for i, x in enumerate(self.inputs)
-            if i not in moved and x.layout is plan.src and x.shape == plan.shape
+            if i not in moved and plan.src in (x.layout, settled_layout(x.layout)) and x.shape == plan.shape
         ]
         exact = [i for i in fits if self.locals and self.locals[i] is local]
         self.moves.append(Move(plan, next(iter(exact or fits), None)))
