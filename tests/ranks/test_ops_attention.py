@@ -95,3 +95,38 @@ def plain_bias():
 def test_a_plain_bias_is_refused(pool):
     for text in pool.run(plain_bias, ranks=2):
         assert "mixes a DTensor with a plain tensor" in text and "Tensor(3, 3)" in text
+
+
+def over_tokens(mesh_shape, placements, length, causal):
+    """Output and gradients where tokens are cut, and that nobody holds all keys."""
+    mesh = cpu_mesh(*mesh_shape)
+    whole = [t.requires_grad_() for t in operands(2, 3, length, length)]
+    expected = attend(*whole, is_causal=causal)
+    expected.square().sum().backward()
+    parts = [distribute_tensor(t.detach(), mesh, placements).requires_grad_() for t in whole]
+    with record_comm() as log:
+        out = attend(*parts, is_causal=causal)
+        out.square().sum().backward()
+    found = [out, *(p.grad for p in parts)]
+    assert all(t.placements == parts[0].placements for t in found)
+    kinds = {event.kind for event in log.events}
+    pairs = zip(found, [expected, *(w.grad for w in whole)], strict=True)
+    return max((f.full_tensor() - e).abs().max().item() for f, e in pairs), sorted(kinds)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements"),
+    [
+        ((3,), [Shard(2)]),
+        ((1,), [Shard(2)]),
+        ((2, 2), [Shard(1), Shard(2)]),
+        ((2, 2), [Shard(2), Shard(0)]),
+        ((2, 2), [Shard(2), Shard(2)]),
+    ],
+)
+@pytest.mark.parametrize(("length", "causal"), [(11, True), (6, False), (2, True)])
+def test_cut_tokens_run_the_engine(pool, mesh_shape, placements, length, causal):
+    ranks = torch.Size(mesh_shape).numel()
+    for worst, kinds in pool.run(over_tokens, mesh_shape, placements, length, causal, ranks=ranks):
+        assert worst < 2e-5
+        assert "all_gather" not in kinds

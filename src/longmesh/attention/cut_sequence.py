@@ -9,6 +9,7 @@ is planned when a mask is first seen.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import weakref
@@ -86,11 +87,13 @@ class CutSequence:
 
     def _with_mask(self, mask: Mask | None) -> ContextParallel:
         parts = [m for m in (self._mask, mask) if m is not None]
+        # The tokens stay; which blocks are computed away from home was decided for another mask.
+        owned = dataclasses.replace(self.lead.plan.rows[0].ownership, moved=())
         return ContextParallel(
             self.mesh,
             seq_len=self.seq_len,
             mask=functools.reduce(operator.and_, parts) if parts else masks.full(),
-            layout=Given(self.lead.plan.rows[0].ownership),
+            layout=Given(owned),
             exchange=self._exchange,
         )
 

@@ -6,7 +6,7 @@ from longmesh.attention.layout.base import Layout, Ownership, Workload
 from longmesh.errors import LongmeshError
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Given(Layout):
     """The ownership of another plan. For one sequence length and number of ranks."""
 

@@ -12,6 +12,7 @@ from longmesh.tensor import foreign
 from longmesh.tensor.dispatch import Handler
 from longmesh.tensor.ops import (
     arg_reduction,
+    attention,
     conv,
     data_dependent,
     dropout,
@@ -40,6 +41,7 @@ HANDLERS: dict[OpOverload, Handler] = {
     **fused.HANDLERS,
     **reduction.HANDLERS,
     **arg_reduction.HANDLERS,
+    **attention.HANDLERS,
     **scan.HANDLERS,
     **softmax_norm.HANDLERS,
     **loss.HANDLERS,
