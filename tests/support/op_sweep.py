@@ -28,8 +28,8 @@ RANDOM = (
     "nn.functional.multi_head_attention_forward",
 )  # fmt: skip
 
-# Terms of a sum give its value up to rounding: a search compares exactly, and near a pole rounding grows.
-EXACT = ("searchsorted", "tan")
+# Terms of a sum give its value up to rounding: these compare exactly, and near a pole rounding grows.
+EXACT = ("searchsorted", "eq", "ne", "tan")
 
 # torch reads the memory of a 1-d tensor of indices, and a wrapper has none: it is given as a plain tensor.
 PLAIN_INDICES = ("tensor_split",)

@@ -9,7 +9,6 @@ for); it is then the same on every rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,19 +72,25 @@ def replicated(call: OpCall) -> list[AxisRule]:
 
 def op_on_nothing(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     """For ops that refuse empty tensors: a rank without elements runs the op on one row of zeros and keeps none."""
-    if all(
-        math.prod(local) or not math.prod(m.shape)
-        for local, m in zip(view.input_shapes, call.tensors, strict=True)
-    ):
+    shapes = [_without_gaps(local, m.shape) for local, m in zip(view.input_shapes, call.tensors, strict=True)]
+    if shapes == list(view.input_shapes):
         return None
 
-    def fill(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.numel() else tensor.new_zeros([max(n, 1) for n in tensor.shape])
-
     def run(*args: Any, **kwargs: Any) -> Any:
+        following = iter(shapes)
+
+        def fill(tensor: torch.Tensor) -> torch.Tensor:
+            shape = next(following)
+            return tensor if tensor.shape == shape else tensor.new_zeros(shape)
+
         result = call.func(*[fill(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
         found: list[torch.Tensor] = [result] if isinstance(result, torch.Tensor) else list(result)
         kept = [t[tuple(slice(n) for n in shape)] for t, shape in zip(found, view.output_shapes, strict=True)]
         return kept[0] if isinstance(result, torch.Tensor) else tuple(kept)
 
     return run
+
+
+def _without_gaps(local: tuple[int, ...], whole: tuple[int, ...]) -> tuple[int, ...]:
+    """One row where a rank has none of those that there are."""
+    return tuple(1 if not n and size else n for n, size in zip(local, whole, strict=True))

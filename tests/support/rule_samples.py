@@ -1,0 +1,66 @@
+"""The aten calls behind torch's own samples of an op, forward and backward, for checking rules in one process."""
+
+import multiprocessing
+import warnings
+
+import torch
+
+from longmesh.tensor.op_plan import functional_form
+from longmesh.tensor.tree import all_tensors
+from support.op_sweep import OPS
+from support.rule_check import calls_of, check_call, describe
+
+
+def sample_calls(name, num_samples, grad):
+    """(func, args, kwargs) of the first samples of an op in `op_db`, each once; functional and deterministic ones."""
+    op = OPS[name]
+    torch.manual_seed(0)
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dtype = torch.float64 if torch.float64 in op.dtypes else torch.float32  # terms of sums round less
+        samples = list(op.sample_inputs("cpu", dtype, requires_grad=grad and op.supports_autograd))
+        for sample in samples[:num_samples]:
+            for func, args, kwargs in calls_of(lambda s=sample: _run(op, s, grad), grad):
+                func = functional_form(func) or func
+                if "out" not in kwargs and not func._schema.is_mutable and _has_one_answer(func):
+                    call = describe(func, args, kwargs)
+                    key = (str(func), str([m.shape for m in call.tensors]), str(call.args), str(call.kwargs))
+                    found.setdefault(key, (func, args, kwargs))
+    return list(found.values())
+
+
+def _has_one_answer(func):
+    return torch.Tag.nondeterministic_seeded not in func.tags and "empty" not in func._schema.name
+
+
+def _run(op, sample, grad):
+    try:
+        result = op(sample.input, *sample.args, **sample.kwargs)
+        outputs = [t for t in all_tensors(result) if t.requires_grad]
+        if grad and outputs:
+            torch.autograd.backward(outputs, [torch.randn_like(t) for t in outputs])
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # a sample that plain torch refuses: its calls so far are kept
+        pass
+
+
+def check_op(name, num_samples, grad, ranks):
+    """Failures of all lines of all rules that an op's samples meet."""
+    failures = []
+    for func, args, kwargs in sample_calls(name, num_samples, grad):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for n in ranks:
+                failures += check_call(func, args, kwargs, n)
+    return failures
+
+
+def in_own_process(fn, *args):
+    """Run `fn(*args)` in a forked process; its exit code. Some kernels end theirs when a part has no elements."""
+    process = multiprocessing.get_context("fork").Process(target=fn, args=args)
+    process.start()
+    process.join()
+    return process.exitcode
