@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh import Replicate, Shard, distribute_tensor
+from longmesh.comm import comm_of
 from longmesh.debug import desync_check
 from longmesh.errors import CollectiveError, LongmeshError, NotDistributedError
 from longmesh.testing import cpu_mesh
@@ -93,6 +94,25 @@ def test_ranks_in_different_groups_are_found_before_the_time_is_up(pool):
     assert {0, 1} <= set(told)
     assert all(seconds < 20 for rank, (_, seconds) in enumerate(results) if rank in (0, 1))
     assert "ranks wait for each other:" in told[0] and "rank 1: waits in all_gather" in told[0]
+
+
+def make_a_group():
+    """A step over several axes needs a process group, which its ranks make together: rank 2 goes elsewhere."""
+    mesh = cpu_mesh(2, 1, 2, names=("dp", "pp", "tp"))
+    x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0), Replicate(), Replicate()], src_data_rank=None)
+    comm = comm_of(mesh)
+    found = error_of(x.full_tensor if dist.get_rank() == 2 else lambda: comm.group((0, 1)))
+    dist.barrier()
+    return found
+
+
+def test_the_making_of_a_group_is_checked_too(pool):
+    results = pool.run(make_a_group, ranks=4)
+    assert [text is None for text, _ in results] == [False, True, False, True]
+    assert "desync over axis 'dp' x axis 'pp' (ranks 0, 2): ranks wait for each other:" in results[0][0]
+    assert "rank 0: the making of a process group at " in results[0][0]
+    assert "rank 2: waits in all_gather of (4,) float32 at " in results[0][0]
+    assert all(seconds < 20 for _, seconds in results)
 
 
 def stay_away():

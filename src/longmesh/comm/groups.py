@@ -16,6 +16,7 @@ from itertools import product
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh.comm.record import tell_new_group
 from longmesh.errors import NotDistributedError
 from longmesh.spec import Coordinate, MeshShape
 
@@ -89,6 +90,7 @@ class MeshComm:
             assert dist.group.WORLD is not None
             process_group = dist.group.WORLD
         else:
+            tell_new_group(tuple(self.shape.axis_name(a) for a in axes), tuple(sorted(members)))
             process_group = dist.new_group(sorted(members), use_local_synchronization=True)
         assert isinstance(process_group, dist.ProcessGroup), "this rank is a member of its own groups"
         ordered = sorted(members, key=lambda rank: dist.get_group_rank(process_group, rank))

@@ -17,11 +17,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from longmesh.comm.groups import AxisGroup
 from longmesh.plan import RedistributePlan
+
+if TYPE_CHECKING:
+    from longmesh.comm.groups import AxisGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,9 @@ class CommObserver:
 
     def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
         """A collective is about to start."""
+
+    def on_new_group(self, axes: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+        """A process group of `ranks` is about to be made, by all of them together."""
 
     def on_done(self, event: CommEvent, waited_us: float) -> None:
         """A collective has ended; this rank stood still for `waited_us`. Not told of one that nobody waits for here."""
@@ -115,6 +121,12 @@ def tell_collective(event: CommEvent, group: AxisGroup) -> None:
     """Tell every observer of a collective that is about to start."""
     for observer in _active.get():
         observer.on_collective(event, group)
+
+
+def tell_new_group(axes: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+    """Tell every observer of a process group that is about to be made."""
+    for observer in _active.get():
+        observer.on_new_group(axes, ranks)
 
 
 def tell_done(event: CommEvent, waited_us: float) -> None:

@@ -22,6 +22,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm
+from longmesh.comm.record import call_site
 from longmesh.comm.store import open_store, read_text
 from longmesh.errors import CollectiveError, LongmeshError, NotDistributedError
 
@@ -85,6 +86,8 @@ class Fingerprint:
                 f"all_to_all of {self.dtype}, sending {list(self.send_counts)} and receiving "
                 f"{list(self.recv_counts)}, at {self.call_site}"
             )
+        if self.kind == "new group":
+            return f"the making of a process group at {self.call_site}"
         return f"{self.kind} of {self.sizes} {self.dtype} at {self.call_site}"
 
 
@@ -107,6 +110,18 @@ def find_mismatch(prints: dict[int, Fingerprint]) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """The ranks that compare, under a name that they share."""
+
+    name: str
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"desync over {' x '.join(self.axes)} (ranks {', '.join(map(str, self.ranks))})"
+
+
 class _Comparison(CommObserver):
     """One rank's side of the check. `_posted` counts the collectives posted per group."""
 
@@ -117,27 +132,29 @@ class _Comparison(CommObserver):
         self._prefix = f"longmesh/desync/{session}"
 
     def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
-        if event.kind not in _CHECKED or group.size == 1:
-            return
-        number = self._posted[group.name]
-        mine = Fingerprint.of(event)
-        at = json.dumps(
-            {"group": group.name, "number": number, "text": str(mine), "ranks": group.global_ranks}
-        )
-        self._store.set(f"{self._prefix}/at/{self._rank}", at)
-        self._store.set(self._key(group, number, self._rank), mine.to_json())
-        self._posted[group.name] += 1
-        keys = [self._key(group, number, rank) for rank in group.global_ranks]
-        texts = self._read(keys, mine, group)
-        prints = {rank: Fingerprint.parse(t) for rank, t in zip(group.global_ranks, texts, strict=True)}
-        problem = find_mismatch(prints)
-        if problem is not None:
-            raise CollectiveError(f"{_over(group)}: {problem}")
-        if number:  # all have posted this one, so all have read the one before
-            self._store.delete_key(self._key(group, number - 1, self._rank))
+        if event.kind in _CHECKED and group.size > 1:
+            self._compare(Fingerprint.of(event), _Members(group.name, group.axes, group.global_ranks))
 
-    def _read(self, keys: list[str], mine: Fingerprint, group: AxisGroup) -> list[str]:
-        """What all ranks of the group posted, once they have; an error if one can't come or the time is up."""
+    def on_new_group(self, axes: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+        members = _Members(f"new/{'-'.join(map(str, ranks))}", axes, ranks)
+        self._compare(Fingerprint("new group", "", (), call_site()), members)
+
+    def _compare(self, mine: Fingerprint, members: _Members) -> None:
+        """Raise, on all `members` alike, unless they have all come to `mine`."""
+        number = self._posted[members.name]
+        at = {"group": members.name, "number": number, "text": str(mine), "ranks": members.ranks}
+        self._store.set(f"{self._prefix}/at/{self._rank}", json.dumps(at))
+        self._store.set(self._key(members, number, self._rank), mine.to_json())
+        self._posted[members.name] += 1
+        texts = self._read([self._key(members, number, rank) for rank in members.ranks], mine, members)
+        problem = find_mismatch({r: Fingerprint.parse(t) for r, t in zip(members.ranks, texts, strict=True)})
+        if problem is not None:
+            raise CollectiveError(f"{members}: {problem}")
+        if number:  # all have posted this one, so all have read the one before
+            self._store.delete_key(self._key(members, number - 1, self._rank))
+
+    def _read(self, keys: list[str], mine: Fingerprint, members: _Members) -> list[str]:
+        """What all members posted, once they have; an error if one can't come or the time is up."""
         deadline = time.monotonic() + self._timeout
         while True:
             left = deadline - time.monotonic()
@@ -147,13 +164,11 @@ class _Comparison(CommObserver):
             except dist.DistStoreError:
                 pass
             late = [
-                rank
-                for rank, key in zip(group.global_ranks, keys, strict=True)
-                if not self._store.check([key])
+                rank for rank, key in zip(members.ranks, keys, strict=True) if not self._store.check([key])
             ]
             stuck = [rank for rank in late if self._waits_for_us(rank)]
             if stuck or (late and time.monotonic() >= deadline):
-                raise CollectiveError(self._explain_wait(late, stuck, mine, group))
+                raise CollectiveError(self._explain_wait(late, stuck, mine, members))
 
     def _waits_for_us(self, rank: int) -> bool:
         """Whether `rank` waits in a collective that we have not come to: it will not come to ours either."""
@@ -163,9 +178,9 @@ class _Comparison(CommObserver):
         at = json.loads(text)
         return self._rank in at["ranks"] and at["number"] >= self._posted[at["group"]]
 
-    def _explain_wait(self, late: list[int], stuck: list[int], mine: Fingerprint, group: AxisGroup) -> str:
+    def _explain_wait(self, late: list[int], stuck: list[int], mine: Fingerprint, members: _Members) -> str:
         why = "wait for each other" if stuck else f"did not come within {self._timeout:g} s"
-        lines = [f"{_over(group)}: ranks {why}:", f"  rank {self._rank}: {mine}"]
+        lines = [f"{members}: ranks {why}:", f"  rank {self._rank}: {mine}"]
         for rank in late:
             text = read_text(self._store, f"{self._prefix}/at/{rank}")
             last = "no collective yet" if text is None else json.loads(text)["text"]
@@ -173,9 +188,5 @@ class _Comparison(CommObserver):
             lines.append(f"  rank {rank}: {state} {last}")
         return "\n".join(lines)
 
-    def _key(self, group: AxisGroup, number: int, rank: int) -> str:
-        return f"{self._prefix}/{group.name}/{number}/{rank}"
-
-
-def _over(group: AxisGroup) -> str:
-    return f"desync over {' x '.join(group.axes)} (ranks {', '.join(map(str, group.global_ranks))})"
+    def _key(self, members: _Members, number: int, rank: int) -> str:
+        return f"{self._prefix}/{members.name}/{number}/{rank}"
