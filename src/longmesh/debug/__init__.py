@@ -2,7 +2,8 @@
 
 from longmesh.debug.comm_mode import CommDebugMode
 from longmesh.debug.desync import desync_check
-from longmesh.debug.explain import Explanation, explain
+from longmesh.debug.explain import explain
+from longmesh.debug.explanation import Explanation
 from longmesh.debug.strict import strict
 from longmesh.debug.visualize import visualize_sharding
 

@@ -33,10 +33,11 @@ class Operand:
 
     shape: tuple[int, ...]
     layout: Layout
+    itemsize: int
 
     @staticmethod
     def of(tensor: DTensor) -> Operand:
-        return Operand(tuple(tensor.shape), tensor._layout)
+        return Operand(tuple(tensor.shape), tensor._layout, tensor.element_size())
 
     def __str__(self) -> str:
         return f"{self.shape} {self.layout}"
