@@ -47,7 +47,7 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("parallelize_module without parallelize_plan= does nothing", stacklevel=2)
         return module
-    targets = list(_resolve(module, "", parallelize_plan))
+    targets = _without_repeats(_resolve(module, "", parallelize_plan))
     for name, target, style in targets:
         style._check(name, target, mesh)
     shared = _shared_parameters(target for _, target, _ in targets)
@@ -74,6 +74,14 @@ def _resolve(module: nn.Module, prefix: str, plan: Any) -> Iterator[Target]:
             raise LongmeshError(_no_match(module, prefix, pattern))
         for name, submodule in found:
             yield from _resolve(submodule, ".".join(filter(None, (prefix, name))), inner)
+
+
+def _without_repeats(targets: Iterator[Target]) -> list[Target]:
+    """A module that a pattern meets under two names gets its style once."""
+    found: dict[tuple[nn.Module, ParallelStyle], Target] = {}
+    for target in targets:
+        found.setdefault(target[1:], target)
+    return list(found.values())
 
 
 def _match(module: nn.Module, parts: list[str]) -> Iterator[tuple[str, nn.Module]]:

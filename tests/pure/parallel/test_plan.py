@@ -83,6 +83,14 @@ def test_source_rank_reaches_every_style():
     assert [source for _, source in style.seen] == [None, None]
 
 
+def test_a_module_with_two_names_is_met_once():
+    style, linear = Named(), nn.Linear(2, 2)
+    parallelize_module(
+        nn.ModuleDict({"a": nn.Sequential(linear), "b": nn.Sequential(linear)}), MESH, {"*.0": style}
+    )
+    assert style.seen == [(linear, 0)]
+
+
 def error_of(call, *args, **kwargs):
     with pytest.raises(LongmeshError) as raised:
         call(*args, **kwargs)
