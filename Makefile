@@ -8,7 +8,8 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint bench
 
 demo: $(READY)
-	@$(BIN)/longmesh run --ranks 4 examples/layouts_demo.py
+	@$(BIN)/longmesh train --ranks 2 --seq-len 16384 --mask documents --exchange auto --compare \
+		--steps 16 --dim 64 --heads 2 --kv-heads 1 --out build/demo
 
 test: $(READY)
 	@$(BIN)/pytest

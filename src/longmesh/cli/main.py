@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from longmesh.cli.train import add_parser as add_train_parser, run_train
+
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
@@ -23,17 +25,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return USAGE_ERROR
+    try:
+        return run_train(options) if options.command == "train" else run_run(options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def run_run(options: argparse.Namespace) -> int:
+    """Run the command `run`; its exit code."""
     problem = find_problem(options)
     if problem is not None:
         print(f"longmesh run: {problem}", file=sys.stderr)
         return USAGE_ERROR
 
-    try:
-        from longmesh.cli.run import run_script  # --help need not wait for the launcher
+    from longmesh.cli.run import run_script  # --help need not wait for the launcher
 
-        return run_script(options.script, options.args, num_ranks=options.ranks, num_threads=options.threads)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return run_script(options.script, options.args, num_ranks=options.ranks, num_threads=options.threads)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -57,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("script", help="a Python file")
     run.add_argument("args", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
+    add_train_parser(commands)
     return parser
 
 

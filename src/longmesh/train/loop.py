@@ -52,15 +52,7 @@ class RunRecord:
 
 def train(options: TrainOptions, axes: Axes, corpus: Corpus, progress: Progress) -> RunRecord:
     """Train to `options.steps` and leave a checkpoint. Collective: every rank of the mesh."""
-    sizes = {
-        "dim": options.dim,
-        "layers": options.layers,
-        "heads": options.heads,
-        "kv_heads": options.kv_heads,
-    }
-    model = Transformer(**sizes, seed=options.seed).to(axes.device)
-    cut_model(model, axes)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    model, optimizer = build(options, axes)
     record = RunRecord()
     if options.resume is not None:
         record.losses = load_state(Path(options.resume), model, optimizer, options)
@@ -80,6 +72,19 @@ def train(options: TrainOptions, axes: Axes, corpus: Corpus, progress: Progress)
             if is_last or (options.save_every and (step + 1) % options.save_every == 0):
                 save_state(Path(options.out), model, optimizer, options, record.losses)
     return record
+
+
+def build(options: TrainOptions, axes: Axes) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model, cut over the mesh, and its optimizer: the same weights on any mesh."""
+    sizes = {
+        "dim": options.dim,
+        "layers": options.layers,
+        "heads": options.heads,
+        "kv_heads": options.kv_heads,
+    }
+    model = Transformer(**sizes, seed=options.seed).to(axes.device)
+    cut_model(model, axes)
+    return model, torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
 
 
 def run_step(

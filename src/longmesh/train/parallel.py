@@ -40,6 +40,7 @@ class Meeting(NamedTuple):
 class Axes:
     """The mesh of a run, and its parts: slicing a mesh makes new groups, so it is done once."""
 
+    world: DeviceMesh
     tokens: DeviceMesh  # data x context: ranks that hold different tokens and the same parameters
     data: DeviceMesh
     context: DeviceMesh
@@ -47,11 +48,11 @@ class Axes:
 
     @property
     def num_ranks(self) -> int:
-        return self.tokens.size() * self.tensor.size()
+        return self.world.size()
 
     @property
     def device(self) -> str:
-        return self.tokens.device_type
+        return self.world.device_type
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,18 +66,21 @@ class Part:
     plan: AttentionPlan | None
 
 
-def make_axes(options: TrainOptions, text_digest: str, device: str) -> Axes:
-    """The mesh of the run. Collective: every rank of the world; all go on, or all raise."""
-    world = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("world",))
-    meeting, problem = Meeting(options, dist.get_world_size(), text_digest), None
+def make_axes(options: TrainOptions, text_digest: str, problem: LongmeshError | None, device: str) -> Axes:
+    """The mesh of the run. Collective: every rank of the world; all go on, or all raise.
+
+    `problem` is what this rank can't start for, if there is something.
+    """
+    num_ranks = dist.get_world_size()
     data, context, tensor = options.mesh_shape
-    if data * context * tensor != meeting.world_size:
+    if problem is None and data * context * tensor != num_ranks:
         problem = LongmeshError(
             f"a mesh of data={data} x context={context} x tensor={tensor} has {data * context * tensor} ranks, and "
-            f"{meeting.world_size} run; the product must be the number of ranks"
+            f"{num_ranks} run; the product must be the number of ranks"
         )
-    if meeting.world_size > 1:
-        agree("train", meeting, problem, comm_of(world).group((0,)), device)
+    if num_ranks > 1:
+        world = init_device_mesh(device, (num_ranks,), mesh_dim_names=("world",))
+        agree("train", Meeting(options, num_ranks, text_digest), problem, comm_of(world).group((0,)), device)
     if problem is not None:
         raise problem
     return slice_mesh(
@@ -86,7 +90,7 @@ def make_axes(options: TrainOptions, text_digest: str, device: str) -> Axes:
 
 def slice_mesh(mesh: DeviceMesh) -> Axes:
     """The parts of a mesh with axes data, context and tensor. Collective: every rank of the mesh."""
-    return Axes(mesh["data", "context"], mesh["data"], mesh["context"], mesh["tensor"])
+    return Axes(mesh, mesh["data", "context"], mesh["data"], mesh["context"], mesh["tensor"])
 
 
 def cut_model(model: nn.Module, axes: Axes) -> None:

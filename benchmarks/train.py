@@ -1,0 +1,124 @@
+"""The trainer on 2 ranks x 1 thread against the same model in one process x 2 threads: tokens a second.
+
+    python benchmarks/train.py [--seq-len 16384] [--steps 3] [--dim 128] [--layers 2] [--heads 4] [--kv-heads 2]
+
+One process uses torch's own attention, document by document, and none of ours. Both sides run the same steps in turn, and
+the ratio is the median over steps, since sequences differ and other processes share the cores; planning is included. The
+share outside the model's kernels is what a rank's step takes beside the aten ops of forward and backward on its main
+thread: planning, Python, waiting for others, the optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+
+from longmesh.testing import RankPool, cpu_mesh
+from longmesh.train import TrainOptions
+from longmesh.train.data import Corpus
+from longmesh.train.loop import build, run_step
+from longmesh.train.parallel import Axes, slice_mesh
+
+AXES = ("data", "context", "tensor")
+
+
+def make_stepper(options: TrainOptions, axes: Axes) -> Callable[[], float]:
+    """A function that runs the next step and gives its loss."""
+    model, optimizer = build(options, axes)
+    steps = Corpus(options.seed).steps(options.seq_len, options.batch, first=0)
+    return lambda: run_step(model, optimizer, next(steps), options, axes)[0]
+
+
+@functools.cache
+def rank_stepper(options: TrainOptions) -> Callable[[], float]:
+    """This rank's stepper, made once."""
+    return make_stepper(options, slice_mesh(cpu_mesh(*options.mesh_shape, names=AXES)))
+
+
+def timed(step: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of a step, and its loss."""
+    start = time.perf_counter()
+    loss = step()
+    return time.perf_counter() - start, loss
+
+
+def rank_step(options: TrainOptions) -> tuple[float, float]:
+    return timed(rank_stepper(options))
+
+
+def rank_outside_share(options: TrainOptions) -> float:
+    """The share of a step that this rank spends outside the model's kernels."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        seconds, _ = timed(rank_stepper(options))
+    return 1.0 - kernel_seconds(profiler.events()) / seconds
+
+
+def kernel_seconds(events: Any) -> float:
+    """The time in aten ops of the main thread, but for those of the optimizer."""
+    updates = [event for event in events if event.name.startswith("Optimizer.step")]
+    (update,) = updates
+    return sum(
+        event.self_cpu_time_total / 1e6
+        for event in events
+        if event.name.startswith("aten::")
+        and event.thread == update.thread
+        and not update.time_range.start <= event.time_range.start <= update.time_range.end
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("seq-len", 16384),
+        ("steps", 3),
+        ("dim", 128),
+        ("layers", 2),
+        ("heads", 4),
+        ("kv-heads", 2),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    sizes = vars(parser.parse_args())
+    with RankPool(2) as pool:  # before this process runs anything on two threads
+        torch.set_num_threads(2)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        alone, cut = TrainOptions(**sizes), TrainOptions(context=2, **sizes)
+        one_step = make_stepper(alone, slice_mesh(init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=AXES)))
+        ones, twos = [], []
+        for _ in range(alone.steps + 1):  # the first warms up
+            ones.append(timed(one_step))
+            twos.append(max(pool.run(rank_step, cut, ranks=2, timeout=600)))
+        shares = pool.run(rank_outside_share, cut, ranks=2, timeout=600)
+        dist.destroy_process_group()
+    one, two = (statistics.median(seconds for seconds, _ in side[1:]) for side in (ones, twos))
+    ratio = statistics.median(a / b for (a, _), (b, _) in zip(ones[1:], twos[1:], strict=True))
+    difference = max(abs(a - b) for (_, a), (_, b) in zip(ones, twos, strict=True))
+    table = Table(
+        title=f"{alone.seq_len:,} tokens a step, packed documents, {alone.layers} layers of {alone.dim}"
+    )
+    for heading in ("", "s a step", "tokens/s", "ratio"):
+        table.add_column(heading, justify="right")
+    table.add_row("one process x 2 threads", f"{one:.3f}", f"{alone.seq_len / one:,.0f}", "1.00")
+    table.add_row("2 ranks x 1 thread", f"{two:.3f}", f"{alone.seq_len / two:,.0f}", f"{ratio:.2f}")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"outside the model's kernels: {', '.join(f'{share:.1%}' for share in shares)} of a rank's step"
+    )
+    console.print(f"largest difference of the losses: {difference:.1e}")
+
+
+if __name__ == "__main__":
+    main()

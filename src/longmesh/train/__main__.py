@@ -1,0 +1,59 @@
+"""The program that each rank runs, with its options as JSON; `longmesh train` starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from longmesh.errors import LongmeshError
+from longmesh.train.data import Corpus
+from longmesh.train.loop import train
+from longmesh.train.options import TrainOptions
+from longmesh.train.parallel import make_axes
+from longmesh.train.progress import Progress
+from longmesh.train.report import Summary, read_summary, summarize, write_report
+
+
+def main(arguments: str) -> None:
+    options = TrainOptions(**json.loads(arguments))
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    is_first = dist.get_rank() == 0
+    problem, corpus, baseline = prepare(options, is_first)
+    axes = make_axes(options, corpus.digest if corpus else "", problem, device)
+    assert corpus is not None, "without a corpus there is a problem"
+    ranks = f"{axes.num_ranks} ranks" if axes.num_ranks > 1 else "one process"
+    progress = Progress(
+        steps=options.steps,
+        step_tokens=options.batch * options.seq_len,
+        title=ranks,
+        terminal=options.terminal,
+        is_silent=not is_first,
+    )
+    record = train(options, axes, corpus, progress)
+    summary = summarize(record, options, axes)
+    if is_first:
+        print(write_report(summary, baseline, record.plan, options), flush=True)
+    dist.destroy_process_group()
+
+
+def prepare(
+    options: TrainOptions, is_first: bool
+) -> tuple[LongmeshError | None, Corpus | None, Summary | None]:
+    """What this rank needs beside the others, or why it can't start."""
+    try:
+        baseline = read_summary(options) if is_first and options.baseline is not None else None
+        return None, Corpus(options.seed), baseline
+    except LongmeshError as error:
+        return error, None, None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
