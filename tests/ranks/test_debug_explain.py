@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from longmesh import Partial, Replicate, Shard, distribute_tensor, plan_redistribute
 from longmesh.comm import comm_of, record_comm
@@ -46,8 +47,11 @@ def explained(ranks):
         )
     )
     softmax = next(op for op in found.ops if op.name == "aten._softmax.default")
+    screen = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
+    screen.print(found)
     return {
         "text": str(found),
+        "red": [line for line in screen.file.getvalue().splitlines() if "\x1b[1;31m" in line],
         "same": torch.allclose(found.result.full_tensor(), expected.full_tensor()),
         "inputs": [str(x) for x in mm.inputs],
         "rule": mm.rule,
@@ -77,6 +81,7 @@ def test_every_op_is_told_with_its_layouts_rule_and_moves(pool, ranks):
     assert "all_gather" in text or "all_to_all" in text
     assert "redistribution, asked for at" in text
     assert "1 implicit redistribution," in text.splitlines()[-1]
+    assert found["red"] and "!! implicit redistribution of input 1" in found["red"][0], "it stands out"
     assert "(rule, the cheapest: its moves are predicted at" in text
 
 
