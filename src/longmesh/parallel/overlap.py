@@ -8,6 +8,7 @@ Every rank sends its chunk to every other, the next one first, and multiplies it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from longmesh.comm import MeshComm
 from longmesh.comm.p2p import Pending, start_send_receive
-from longmesh.spec import Coordinate, Layout, Replicate, Shard
+from longmesh.spec import Layout, Replicate, Shard
 
 
 def can_overlap(src: Layout, dst: Layout, ndim: int) -> bool:
@@ -40,7 +41,7 @@ def gather_linear(
     group = comm.group((0,))
     me, size = group.rank, group.size
     shapes = [src.local_shape(shape, member) for member in group.members]
-    counts = [_count(s) for s in shapes]
+    counts = [math.prod(int(n) for n in s) for s in shapes]
     mine = local.contiguous().view(-1, 1)
     pending: list[tuple[int, Pending]] = []
     for distance in range(1, size):
@@ -52,22 +53,24 @@ def gather_linear(
             group=group,
         )
         pending.append((source, started))
-    chunks = {me: local}
-    products = {me: F.linear(local, matrix, bias)}
+    whole = local.new_empty(tuple(shape))
+    result = local.new_empty((*shape[:-1], matrix.shape[0]))
+
+    def multiply(member: int, chunk: torch.Tensor) -> None:
+        start, length = (int(n) for n in src.interval(dim, shape[dim], group.members[member]))
+        whole.narrow(dim, start, length).copy_(chunk)
+        _linear_into(result.narrow(dim, start, length), chunk, matrix, bias)
+
+    multiply(me, local)
     for source, started in pending:
-        chunks[source] = started.wait().view(shapes[source])
-        products[source] = F.linear(chunks[source], matrix, bias)
-    order = sorted(range(size), key=lambda i: _place(group.members[i]))
-    whole = torch.cat([chunks[i] for i in order], dim)
-    return whole, torch.cat([products[i] for i in order], dim)
+        multiply(source, started.wait().view(shapes[source]))
+    return whole, result
 
 
-def _count(shape: Sequence[int | torch.SymInt]) -> int:
-    total = 1
-    for size in shape:
-        total *= int(size)
-    return total
-
-
-def _place(member: Coordinate) -> int:
-    return member[0]
+def _linear_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if not out.is_contiguous():
+        out.copy_(F.linear(x, matrix, bias))
+    elif bias is None:
+        torch.mm(x.flatten(0, -2), matrix.t(), out=out.flatten(0, -2))
+    else:
+        torch.addmm(bias, x.flatten(0, -2), matrix.t(), out=out.flatten(0, -2))
