@@ -1,0 +1,20 @@
+"""Every line of the rules that a fixed part of torch's `op_db` meets, forward and backward, on its own samples.
+
+The whole of it is run by benchmarks/check_rules.py.
+"""
+
+import pytest
+
+from support.op_sweep import sweep_names
+from support.rule_samples import check_op
+
+NAMES = sweep_names()[::16]
+PARTS = 2
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_lines_hold_on_samples(part):
+    names = NAMES[part::PARTS]
+    assert len(names) > 12
+    failures = {name: found for name in names if (found := check_op(name, 1, True, (2, 3)))}
+    assert failures == {}
