@@ -135,7 +135,7 @@ def check_line(call, rule, entry, tensors, expected, ranks):
 
 
 def _can_be_pending(tensor, layout):
-    """Whether terms can be made: integers have too few, half precision rounds them, and complex numbers have no order."""
+    """Whether terms can be made: integers have too few, half precision rounds them, complex numbers have no order."""
     if not layout.partial_axes:
         return True
     if tensor.element_size() < 4:
