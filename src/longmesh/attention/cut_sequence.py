@@ -65,11 +65,15 @@ class CutSequence:
         """Tokens of this rank."""
         return self.lead.num_tokens
 
-    def engine(self, is_causal: bool) -> ContextParallel:
-        """The engine for the mask of the sequence, and causality besides."""
-        key = "causal" if is_causal else None
+    def engine(self, is_causal: bool, window: int | None = None) -> ContextParallel:
+        """The engine for the mask of the sequence, and causality or a window of so many tokens besides."""
+        key = (window, is_causal) if window is not None else "causal" if is_causal else None
         if key not in self._engines:
-            self._engines[key] = self._with_mask(masks.causal() if is_causal else None)
+            if window is not None:
+                own = masks.sliding_window(window - 1, 0 if is_causal else window - 1)
+            else:
+                own = masks.causal() if is_causal else None
+            self._engines[key] = self._with_mask(own)
         return self._engines[key]
 
     def engine_of(self, block_mask: BlockMask | None) -> ContextParallel:
@@ -87,6 +91,11 @@ class CutSequence:
 
     def _with_mask(self, mask: Mask | None) -> ContextParallel:
         parts = [m for m in (self._mask, mask) if m is not None]
+        if len({(row.ownership.pieces, row.ownership.stride) for row in self.lead.plan.rows}) > 1:
+            raise LongmeshError(
+                "this layout cuts batch rows differently, by the mask of the sequence; attention with another mask "
+                "needs one cut for all rows: use layout='zigzag', or put the whole mask into mask="
+            )
         # The tokens stay; which blocks are computed away from home was decided for another mask.
         owned = dataclasses.replace(self.lead.plan.rows[0].ownership, moved=())
         return ContextParallel(
@@ -125,7 +134,7 @@ class CutSequence:
             scale=scale,
             bias=None if attn_mask is None else self._bias(attn_mask, q.dtype),
             dropout_p=dropout_p,
-            dropout_seed=self._common_seed() if dropout_p else None,
+            dropout_seed=self.common_seed() if dropout_p else None,
         )
         return out.reshape(*leading, *out.shape[-2:])
 
@@ -167,7 +176,7 @@ class CutSequence:
         shape = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
         return attn_mask.reshape(shape).to(dtype)
 
-    def _common_seed(self) -> int:
+    def common_seed(self) -> int:
         """One number for all ranks, drawn from the first rank's generator, which checkpointing restores."""
         seed = torch.randint(1 << 31, ())
         if self.mesh is None:

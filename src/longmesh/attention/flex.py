@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, flex_attention as torch_flex_attention
@@ -51,8 +50,7 @@ def flex_attention(
         if query.shape[-2] != key.shape[-2]:
             return _by_torch(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
         cut = _whole_sequence(query.shape[-2])
-    with torch._C.DisableTorchFunction():
-        return cut.flex(query, key, value, score_mod, block_mask, scale, enable_gqa)
+    return cut.flex(query, key, value, score_mod, block_mask, scale, enable_gqa)
 
 
 def create_cp_block_mask(

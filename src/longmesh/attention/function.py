@@ -67,7 +67,7 @@ def forward_rows(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The output of this rank's tokens, and six tensors for each batch row of the plan."""
     outs, saved = [], []
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), torch._C.DisableTorchFunction():
         for task, b in call.batches():
             out, kept = _forward_row(task, q[b], k[b], v[b], sinks)
             outs.append(out)
@@ -81,7 +81,7 @@ def backward_rows(
 ) -> Sequence[Tensor]:  # fmt: skip
     """dq, dk and dv in the accumulating dtype; `dsinks` and what is in `totals` grow."""
     rows = []
-    with torch.autocast(dout.device.type, enabled=False):
+    with torch.autocast(dout.device.type, enabled=False), torch._C.DisableTorchFunction():
         for i, (task, b) in enumerate(call.batches()):
             kept = saved[6 * i : 6 * i + 6]
             rows.append(_backward_row(task, dout[b], kept, sinks, dsinks, totals, kv_heads))

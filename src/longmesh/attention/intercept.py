@@ -64,8 +64,7 @@ class AttentionMode(TorchFunctionMode):
             if self._is_nested and args and args[0].shape[-2] != self.cut.num_tokens:
                 return func(*args, **kwargs)
             _refuse_reentrant_checkpoint()
-            with torch._C.DisableTorchFunction():
-                return self.cut.attend(*args, **kwargs)
+            return self.cut.attend(*args, **kwargs)
         if func in _ENGINE:
             return self._differentiate(func, args, kwargs)
         name = getattr(func, "__name__", "").partition(".")[0]
