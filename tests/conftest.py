@@ -1,6 +1,7 @@
 """One pool of ranks for the whole session, forked before any test can run a threaded op."""
 
 import pytest
+import torch._dynamo  # noqa: F401 - else every forked rank imports it by itself, at its first op on a subclass
 from hypothesis import settings
 
 from longmesh.testing import RankPool
