@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from longmesh.comm import comm_of
-from longmesh.parallel.linear import can_fuse, deliver, receive, take_gradient
+from longmesh.parallel.crossing import can_fuse, deliver, receive, take_gradient
 from longmesh.parallel.style import arrange, enter, layout_on, leave, move_local
 from longmesh.rules.lookup import check_range, own_part
 from longmesh.rules.scatter import own_or_spare

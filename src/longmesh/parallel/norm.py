@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from longmesh.comm import comm_of
-from longmesh.parallel.linear import can_fuse, deliver, receive, take_gradient
+from longmesh.parallel.crossing import can_fuse, deliver, receive, take_gradient
 from longmesh.parallel.style import arrange, enter, layout_on, move_local
 from longmesh.spec import MeshShape, Partial, Replicate, Shard
 from longmesh.tensor import DTensor
