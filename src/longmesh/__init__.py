@@ -2,6 +2,7 @@
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longmesh.attention import flex_attention
 from longmesh.plan import AxisCost, CostModel, RedistributePlan, plan_redistribute
 from longmesh.spec import (
     DTensorSpec,
@@ -51,6 +52,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "flex_attention",
     "full",
     "get_rng_state",
     "init_device_mesh",

@@ -7,6 +7,7 @@ print(plan.explain())
 from longmesh.attention import masks
 from longmesh.attention.api import ContextParallel
 from longmesh.attention.block import UNBOUNDED, Block
+from longmesh.attention.cut_block_mask import create_block_mask_cached, rewrite_mask_mod
 from longmesh.attention.exchange.allgather import AllGather
 from longmesh.attention.exchange.auto import AutoExchange
 from longmesh.attention.exchange.base import Exchange
@@ -14,6 +15,7 @@ from longmesh.attention.exchange.hybrid import Hybrid
 from longmesh.attention.exchange.ring import Ring
 from longmesh.attention.exchange.sparse import Sparse
 from longmesh.attention.exchange.ulysses import HeadPart, HeadShare, Ulysses
+from longmesh.attention.flex import create_cp_block_mask, flex_attention
 from longmesh.attention.layout.auto import Auto
 from longmesh.attention.layout.base import Layout, Ownership, Workload
 from longmesh.attention.layout.contiguous import Contiguous
@@ -59,8 +61,12 @@ __all__ = [
     "Workload",
     "Zigzag",
     "collate_rows",
+    "create_block_mask_cached",
+    "create_cp_block_mask",
     "cut_cross_entropy",
+    "flex_attention",
     "masks",
     "pack_documents",
     "plan_attention",
+    "rewrite_mask_mod",
 ]
