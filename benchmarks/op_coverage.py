@@ -73,9 +73,10 @@ def main() -> None:
                 )
                 print(*rows[-1], sep="\t", flush=True)
                 continue
-            if any(not r for r in results):  # not deterministic, or without a gradient
+            texts = [r for r in results if r]
+            if len(texts) < ranks:  # not deterministic, or without a gradient
                 continue
-            worst = max(results, key=lambda r: sum(t.startswith(("wrong", "error", "refused")) for t in r))
+            worst = max(texts, key=lambda r: sum(t.startswith(("wrong", "error", "refused")) for t in r))
             rows.append((name, *outcome_of(worst)))
             if rows[-1][1] != "right":
                 print(*rows[-1], sep="\t", flush=True)
