@@ -12,14 +12,16 @@ from rich.text import Text
 from longmesh.debug.palette import piece_color, text_color
 from longmesh.debug.shard_map import Panel, ShardMap, panels, span
 
+_AS_WIDE_AS_NEEDED = 100_000
 
-def render_text(held: ShardMap, header: str, *, use_rich: bool, width: int | None = None) -> str:
-    """The map as text; with `use_rich` in colours, as escape codes of a terminal."""
+
+def render_text(held: ShardMap, header: str, *, use_rich: bool) -> str:
+    """The map as text, as wide as it needs; with `use_rich` in colours, as escape codes of a terminal."""
     console = Console(
         file=io.StringIO(),
         force_terminal=use_rich,
         color_system="truecolor" if use_rich else None,
-        width=width,
+        width=_AS_WIDE_AS_NEEDED,
         legacy_windows=False,
     )
     for part in _parts(held, header, use_rich):

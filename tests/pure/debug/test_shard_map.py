@@ -71,13 +71,20 @@ def test_every_piece_is_drawn_once(held):
 
 def test_uneven_and_empty_shards_in_the_terminal():
     held = shard_map(Layout(MeshShape((4,), ("tp",)), [Shard(0)]), (5, 2), range(4))
-    text = render_text(held, "w", use_rich=False, width=100)
+    text = render_text(held, "w", use_rich=False)
     assert "shape (5, 2), S(0) on MeshShape(tp=4)" in text
     assert "hold nothing: rank 3" in text
     for row in ("[0:2)", "[2:4)", "[4:5)"):
         assert row in text
     assert "\x1b[" not in text
-    assert "\x1b[" in render_text(held, "w", use_rich=True, width=100)
+    assert "\x1b[" in render_text(held, "w", use_rich=True)
+
+
+def test_wide_meshes_are_shown_in_full():
+    held = shard_map(Layout(MeshShape((64,)), [Shard(0)]), (128,), range(64))
+    text = render_text(held, "", use_rich=False)
+    assert "dim 0 [126:128)" in text and " 63 " in text and "…" not in text
+    assert max(map(len, text.splitlines())) < 2000
 
 
 def test_copies_and_pending_terms_are_told_apart():
