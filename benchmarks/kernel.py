@@ -27,7 +27,7 @@ from attention_cases import (
 from torch import Tensor
 
 from longmesh.attention.block import UNBOUNDED, Block
-from longmesh.attention.kernel.base import Coordinates, Gradients, Score, finish, zero_like
+from longmesh.attention.kernel.base import Gradients, Work, finish, zero_like
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 
 WINDOW = 1024
@@ -35,15 +35,13 @@ WINDOW = 1024
 
 def ours(tensors: list[Tensor], blocks: list[Block], backward: bool) -> Callable[[], None]:
     q, k, v, dout = tensors
-    kernel, score, where = CpuFlash(), Score(), Coordinates()
+    kernel, work = CpuFlash(), Work(q, k, v, blocks)
 
     def run() -> None:
-        state = kernel.forward(q, k, v, blocks, score, where)
+        state = kernel.forward(work)
         if backward:
             final = finish(state.out_BHSD, state.lse_BHS, dout)
-            kernel.backward(
-                q, k, v, blocks, score, where, final, Gradients(zero_like(q), zero_like(k), zero_like(v))
-            )
+            kernel.backward(work, final, Gradients(zero_like(q), zero_like(k), zero_like(v)))
 
     return run
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Score, zero_like
+from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Score, Work, zero_like
 from longmesh.attention.merge import Partial, accumulate_dtype, empty_partial, merge_
 from longmesh.attention.route import Move, Route
 from longmesh.attention.rows import add_rows_, from_rows, place_rows, take_rows, to_rows
@@ -208,13 +208,14 @@ def _attend(
     units = units_of(task, q_BHSD.shape[0])
     if len(units) == 1:
         where = _coordinates(task, number, units[0])
-        return task.kernel.forward(q_BHSD, k_BGKD, v_BGKE, blocks, task.score, where, state)
+        return task.kernel.forward(Work(q_BHSD, k_BGKD, v_BGKE, blocks, task.score, where), state)
     state = empty_partial(q_BHSD, v_BGKE.shape[-1]) if state is None else state
     for unit in units:
         b, h, g, _ = unit
         part = Partial(state.out_BHSD[b, h], state.lse_BHS[b, h])
         where = _coordinates(task, number, unit)
-        task.kernel.forward(q_BHSD[b, h], k_BGKD[b, g], v_BGKE[b, g], blocks, task.score, where, part)
+        work = Work(q_BHSD[b, h], k_BGKD[b, g], v_BGKE[b, g], blocks, task.score, where)
+        task.kernel.forward(work, part)
     return state
 
 
@@ -233,8 +234,8 @@ def _differentiate(
         into = Gradients(
             grads.dq_BHSD[b, h], grads.dk_BGKD[b, g], grads.dv_BGKE[b, g], grads.dbias, grads.dcaptured
         )
-        qkv = q_BHSD[b, h], k_BGKD[b, g], v_BGKE[b, g]
-        task.kernel.backward(*qkv, blocks, task.score, where, part, into)
+        work = Work(q_BHSD[b, h], k_BGKD[b, g], v_BGKE[b, g], blocks, task.score, where)
+        task.kernel.backward(work, part, into)
 
 
 # -- queries that are computed away from home ----------------------------------------------------

@@ -62,11 +62,11 @@ class Counting(CpuFlash):
         self.pairs = 0
         self._lock = threading.Lock()
 
-    def forward(self, q_BHSD, k_BGKD, v_BGKE, blocks, score, where, state=None):
-        pairs = int(area(make_slices(*(tuple(block[:6]) for block in blocks))).sum())
+    def forward(self, work, state=None):
+        pairs = int(area(make_slices(*(tuple(block[:6]) for block in work.blocks))).sum())
         with self._lock:
-            self.pairs += pairs * q_BHSD.shape[1]
-        return super().forward(q_BHSD, k_BGKD, v_BGKE, blocks, score, where, state)
+            self.pairs += pairs * work.q_BHSD.shape[1]
+        return super().forward(work, state)
 
 
 @given(st.data())

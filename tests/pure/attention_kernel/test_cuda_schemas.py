@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longmesh.attention.block import UNBOUNDED, Block
-from longmesh.attention.kernel.base import Coordinates, Score, finish
+from longmesh.attention.kernel.base import Coordinates, Score, Work, finish
 from longmesh.attention.kernel.cuda_sdpa import CudaCudnn, CudaEfficient, CudaFlash, _window
 from longmesh.attention.kernel.flex import Flex, partial_gradients
 from longmesh.attention.kernel.math import Math
@@ -56,8 +56,8 @@ def test_flex_forward_uncompiled():
     stages = [[Block(0, 50, 0, 30, -UNBOUNDED, 4)], [Block(7, 50, 30, 60, elementwise=True)]]
     got = want = None
     for blocks in stages:
-        got = Flex(compiled=False).forward(q, k, v, blocks, score, where, got)
-        want = Math().forward(q, k, v, blocks, score, where, want)
+        got = Flex(compiled=False).forward(Work(q, k, v, blocks, score, where), got)
+        want = Math().forward(Work(q, k, v, blocks, score, where), want)
     assert got is not None and want is not None
     torch.testing.assert_close(got.out_BHSD, want.out_BHSD)
     torch.testing.assert_close(got.lse_BHS, want.lse_BHS)

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from longmesh.attention.block import UNBOUNDED, Block
-from longmesh.attention.kernel.base import Coordinates, Gradients, Kernel, Score, finish, zero_like
+from longmesh.attention.kernel.base import Coordinates, Gradients, Kernel, Score, Work, finish, zero_like
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.kernel.dropout import kept
 from longmesh.attention.kernel.math import Math
@@ -93,7 +93,7 @@ def run(
     q, k, v = qkv
     state = None
     for blocks in stages:
-        state = kernel.forward(q, k, v, blocks, score, where, state)
+        state = kernel.forward(Work(q, k, v, blocks, score, where), state)
     state = empty_partial(q, v.shape[-1]) if state is None else state
     if sinks is not None:
         state = apply_sinks(state, sinks)
@@ -106,7 +106,7 @@ def run(
         dcaptured=[zero_like(t) for t in captured],
     )
     for blocks in reversed(stages):
-        kernel.backward(q, k, v, blocks, score, where, final, gradients)
+        kernel.backward(Work(q, k, v, blocks, score, where), final, gradients)
     result = [state.out_BHSD, gradients.dq_BHSD, gradients.dk_BGKD, gradients.dv_BGKE]
     if gradients.dbias is not None:
         result.append(gradients.dbias)
@@ -352,4 +352,4 @@ def test_error_does_not_grow_with_the_number_of_merges(dtype):
 def test_no_autograd_graph_is_recorded():
     q, k, v, _ = (t.requires_grad_() for t in tensors())
     for kernel in KERNELS:
-        assert not kernel.forward(q, k, v, [causal(33)], Score(), Coordinates()).out_BHSD.requires_grad
+        assert not kernel.forward(Work(q, k, v, [causal(33)])).out_BHSD.requires_grad

@@ -1,9 +1,9 @@
 """Block kernels: partial attention of one rank and one stage, forward and backward.
 
 choice = choose(need_of(q, v, score, blocks, needs_grad=True))       # a kernel, and why
-state = choice.kernel.forward(q, k, v, blocks, score, where, state)  # once per stage
+state = choice.kernel.forward(Work(q, k, v, blocks, score, where), state)  # once per stage
 final = finish(out, lse, dout)                                       # after the last merge
-choice.kernel.backward(q, k, v, blocks, score, where, final, gradients)  # once per stage
+choice.kernel.backward(Work(q, k, v, blocks, score, where), final, gradients)  # once per stage
 """
 
 from longmesh.attention.kernel.base import (
@@ -13,6 +13,7 @@ from longmesh.attention.kernel.base import (
     Kernel,
     Need,
     Score,
+    Work,
     finish,
     zero_like,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "Kernel",
     "Need",
     "Score",
+    "Work",
     "captured_tensors",
     "choose",
     "finish",

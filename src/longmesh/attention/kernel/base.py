@@ -115,6 +115,17 @@ def zero_like(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=accumulate_dtype(tensor.dtype), device=tensor.device)
 
 
+class Work(NamedTuple):
+    """What a kernel computes at a time: blocks, in coordinates of a query buffer and a key/value buffer."""
+
+    q_BHSD: Tensor
+    k_BGKD: Tensor
+    v_BGKE: Tensor
+    blocks: Sequence[Block]
+    score: Score = Score()
+    where: Coordinates = Coordinates()
+
+
 class Need(NamedTuple):
     """What is asked of a kernel, as values: what the choice depends on."""
 
@@ -140,28 +151,9 @@ class Kernel(ABC):
         """Why this kernel cannot do what is needed; None if it can."""
 
     @abstractmethod
-    def forward(
-        self,
-        q_BHSD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        blocks: Sequence[Block],
-        score: Score,
-        where: Coordinates,
-        state: Partial | None = None,
-    ) -> Partial:
-        """Attention over the pairs of `blocks`, merged into `state` in place (None: nothing seen yet)."""
+    def forward(self, work: Work, state: Partial | None = None) -> Partial:
+        """Attention over the pairs of the blocks, merged into `state` in place (None: nothing seen yet)."""
 
     @abstractmethod
-    def backward(
-        self,
-        q_BHSD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        blocks: Sequence[Block],
-        score: Score,
-        where: Coordinates,
-        final: Final,
-        gradients: Gradients,
-    ) -> None:
-        """Adds the gradients of the pairs of `blocks` to `gradients`, in place."""
+    def backward(self, work: Work, final: Final, gradients: Gradients) -> None:
+        """Adds the gradients of the pairs of the blocks to `gradients`, in place."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from longmesh.attention.block import Block
-from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score
+from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score, Work
 from longmesh.attention.kernel.lower import Tile, as_tile, coalesce
 from longmesh.attention.kernel.scores import captured_tensors
 from longmesh.attention.merge import Partial, empty_partial, merge_
@@ -45,16 +45,8 @@ class Flex(Kernel):
             return "has no dropout that is independent of the layout"
         return "does not add a bias; read it in a score_mod" if need.bias else None
 
-    def forward(
-        self,
-        q_BHSD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        blocks: Sequence[Block],
-        score: Score,
-        where: Coordinates,
-        state: Partial | None = None,
-    ) -> Partial:
+    def forward(self, work: Work, state: Partial | None = None) -> Partial:
+        q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         state = empty_partial(q_BHSD, v_BGKE.shape[-1]) if state is None else state
         for tile in _tiles(blocks):
             rows = slice(tile.q, tile.q + tile.rows)
@@ -63,17 +55,8 @@ class Flex(Kernel):
                 merge_(state.out_BHSD[:, :, rows], state.lse_BHS[:, :, rows], out, lse)
         return state
 
-    def backward(
-        self,
-        q_BHSD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        blocks: Sequence[Block],
-        score: Score,
-        where: Coordinates,
-        final: Final,
-        gradients: Gradients,
-    ) -> None:
+    def backward(self, work: Work, final: Final, gradients: Gradients) -> None:
+        q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         captured = captured_tensors(score.score_mod) if gradients.dcaptured else []
         for tile in _tiles(blocks):
             rows, keys = slice(tile.q, tile.q + tile.rows), slice(tile.k, tile.k + tile.keys)

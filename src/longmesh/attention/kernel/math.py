@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longmesh.attention.block import Block
 from longmesh.attention.kernel import scores
-from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score
+from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score, Work
 from longmesh.attention.kernel.lower import as_tile, coalesce
 from longmesh.attention.merge import Partial, accumulate_dtype, empty_partial, merge_
 from longmesh.attention.pairwise import apply_score_mod
@@ -45,16 +45,8 @@ class Math(Kernel):
             return f"takes floating point, not {need.dtype}"
         return None
 
-    def forward(
-        self,
-        q_BHSD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        blocks: Sequence[Block],
-        score: Score,
-        where: Coordinates,
-        state: Partial | None = None,
-    ) -> Partial:
+    def forward(self, work: Work, state: Partial | None = None) -> Partial:
+        q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         state = empty_partial(q_BHSD, v_BGKE.shape[-1]) if state is None else state
         q, k, v = _operands(q_BHSD, k_BGKD, v_BGKE)
         for tile in self._tiles(blocks, score, where, q_BHSD):
@@ -69,17 +61,8 @@ class Math(Kernel):
                 merge_(state.out_BHSD[:, :, rows], state.lse_BHS[:, :, rows], out.flatten(1, 2), lse)
         return state
 
-    def backward(
-        self,
-        q_BHSD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        blocks: Sequence[Block],
-        score: Score,
-        where: Coordinates,
-        final: Final,
-        gradients: Gradients,
-    ) -> None:
+    def backward(self, work: Work, final: Final, gradients: Gradients) -> None:
+        q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         q, k, v = _operands(q_BHSD, k_BGKD, v_BGKE)
         scale = score.scale_for(q.shape[-1])
         captured = scores.captured_tensors(score.score_mod)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longmesh.attention.block import Block
-from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score
+from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score, Work
 from longmesh.attention.kernel.batch import (
     add_tiles_,
     band_mask,
@@ -76,16 +76,8 @@ class TiledKernel(Kernel):
             return "has no gradient for a bias"
         return None
 
-    def forward(
-        self,
-        q_BHSD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        blocks: Sequence[Block],
-        score: Score,
-        where: Coordinates,
-        state: Partial | None = None,
-    ) -> Partial:
+    def forward(self, work: Work, state: Partial | None = None) -> Partial:
+        q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         B, H, S, D = q_BHSD.shape
         E, fresh = v_BGKE.shape[-1], state is None
         q, k, v = self._operands(q_BHSD, k_BGKD, v_BGKE)
@@ -110,17 +102,8 @@ class TiledKernel(Kernel):
         assert state is not None
         return state
 
-    def backward(
-        self,
-        q_BHSD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        blocks: Sequence[Block],
-        score: Score,
-        where: Coordinates,
-        final: Final,
-        gradients: Gradients,
-    ) -> None:
+    def backward(self, work: Work, final: Final, gradients: Gradients) -> None:
+        q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         calls = self._calls(blocks, score)
         if not calls:
             return

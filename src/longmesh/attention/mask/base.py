@@ -65,8 +65,8 @@ def _joint_rows(left: Mask, right: Mask) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Both(Mask):
-    """`left & right`: visible where both are."""
+class Pair(Mask):
+    """Two masks, for the same batch rows or one of them for all."""
 
     left: Mask
     right: Mask
@@ -78,14 +78,21 @@ class Both(Mask):
     def num_rows(self) -> int:
         return _joint_rows(self.left, self.right)
 
+    def both_slices(self, seq_len: int, row: int, num_heads: int) -> list[np.ndarray]:
+        sides = (self.left, self.right)
+        return [side.slices(seq_len, row=row % side.num_rows, num_heads=num_heads) for side in sides]
+
+
+@dataclasses.dataclass(frozen=True)
+class Both(Pair):
+    """`left & right`: visible where both are."""
+
     def band(self) -> tuple[int, int] | None:
         a, b = self.left.band(), self.right.band()
         return (max(a[0], b[0]), min(a[1], b[1])) if a and b else None
 
     def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
-        left = self.left.slices(seq_len, row=row % self.left.num_rows, num_heads=num_heads)
-        right = self.right.slices(seq_len, row=row % self.right.num_rows, num_heads=num_heads)
-        return intersect(left, right)
+        return intersect(*self.both_slices(seq_len, row, num_heads))
 
     def visible(self, b, h, q_idx, kv_idx) -> Any:
         return self.left.visible(b, h, q_idx, kv_idx) & self.right.visible(b, h, q_idx, kv_idx)
@@ -95,23 +102,11 @@ class Both(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
-class Either(Mask):
+class Either(Pair):
     """`left | right`: visible where one is; a pair in both is counted once."""
 
-    left: Mask
-    right: Mask
-
-    def __post_init__(self) -> None:
-        _joint_rows(self.left, self.right)
-
-    @property
-    def num_rows(self) -> int:
-        return _joint_rows(self.left, self.right)
-
     def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
-        left = self.left.slices(seq_len, row=row % self.left.num_rows, num_heads=num_heads)
-        right = self.right.slices(seq_len, row=row % self.right.num_rows, num_heads=num_heads)
-        return union(left, right)
+        return union(*self.both_slices(seq_len, row, num_heads))
 
     def visible(self, b, h, q_idx, kv_idx) -> Any:
         return self.left.visible(b, h, q_idx, kv_idx) | self.right.visible(b, h, q_idx, kv_idx)
