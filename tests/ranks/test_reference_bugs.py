@@ -12,6 +12,8 @@ from torch.nn import functional as F
 import longmesh
 from longmesh import DTensor, Partial, Replicate, Shard, distribute_tensor
 from longmesh.comm import record_comm
+from longmesh.experimental import local_map
+from longmesh.parallel import loss_parallel
 from longmesh.tensor.dispatch import dispatch
 from longmesh.testing import cpu_mesh
 from support.op_check import compare_op
@@ -129,6 +131,14 @@ def _flat():
     return cpu_mesh(2, 2, names=("dp", "tp"))._flatten("both")
 
 
+def mapped_unevenly():
+    """local_map on 10 rows over four ranks: they hold 3, 3, 3, 1, and so do the results."""
+    torch.manual_seed(0)
+    x = torch.randn(10, 3)
+    fn = local_map(lambda t: t.exp() + 1, out_placements=[Shard(0)], in_placements=([Shard(0)],))
+    return compare_op(lambda x: fn(x) if isinstance(x, DTensor) else x.exp() + 1, [x], FOUR, [[Shard(0)]])
+
+
 def numbers():
     """One number on all ranks, of a sum that is still pending."""
     mesh = cpu_mesh(4)
@@ -161,7 +171,10 @@ def log_softmax_of_any_loss():
     torch.manual_seed(0)
     x, weight = torch.randn(5, 7), torch.randn(5, 7)
     places = [[Shard(1)], [Shard(1)]]
+    with loss_parallel():
+        inside = compare_op(lambda x, w: (x.log_softmax(1) * w.detach()).sum(), [x, weight], FOUR, places)
     return [
+        *inside,
         *compare_op(lambda x, w: (x.log_softmax(1) * w.detach()).sum(), [x, weight], FOUR, places),
         *compare_op(lambda x, w: x.log_softmax(1).square(), [x, weight], FOUR, places),
         *compare_op(lambda x, w: F.kl_div(x.log_softmax(1), w.softmax(1)), [x, weight], FOUR, places),
@@ -188,7 +201,7 @@ def clipped_over_two_meshes():
     "cases",
     [
         mean_losses, weighted_nll, empty_shards, empty_lookups, convolutions, lookups_of_one_table, nested_shards,
-        numbers, reshapes, values_decide_the_shape, log_softmax_of_any_loss, clipped_over_two_meshes,
+        mapped_unevenly, numbers, reshapes, values_decide_the_shape, log_softmax_of_any_loss, clipped_over_two_meshes,
     ],
 )  # fmt: skip
 def test_right_where_the_reference_is_not(pool, cases):
