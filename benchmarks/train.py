@@ -2,10 +2,10 @@
 
     python benchmarks/train.py [--seq-len 16384] [--steps 3] [--dim 128] [--layers 2] [--heads 4] [--kv-heads 2]
 
-One process uses torch's own attention, document by document, and none of ours. Both sides run the same steps in turn, and
-the ratio is the median over steps, since sequences differ and other processes share the cores; planning is included. The
-share outside the model's kernels is what a rank's step takes beside the aten ops of forward and backward on its main
-thread: planning, Python, waiting for others, the optimizer.
+One process uses torch's own attention, document by document, and none of ours. Both sides run the same steps in turn,
+and the ratio is the median over steps, since sequences differ and other processes share the cores; planning is in it.
+The share outside the model's kernels is what a rank's step takes beside the aten ops of forward and backward on its
+main thread: planning, Python, waiting for others, the optimizer.
 """
 
 from __future__ import annotations

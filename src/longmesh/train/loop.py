@@ -6,6 +6,7 @@ checkpoint of one mesh goes on on another, and the losses are those of one proce
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ def train(options: TrainOptions, axes: Axes, corpus: Corpus, progress: Progress)
     model, optimizer = build(options, axes)
     record = RunRecord()
     if options.resume is not None:
-        record.losses = load_state(Path(options.resume), model, optimizer, options)
+        record.losses = load_state(options.resume, model, optimizer, options)
         record.first_step = len(record.losses)
     steps = corpus.steps(options.seq_len, options.batch, first=record.first_step)
     clock = WaitClock()
@@ -70,7 +71,7 @@ def train(options: TrainOptions, axes: Axes, corpus: Corpus, progress: Progress)
             progress.show(StepRecord(step, loss, record.step_seconds[-1], record.wait_seconds[-1]))
             is_last = step + 1 == options.steps
             if is_last or (options.save_every and (step + 1) % options.save_every == 0):
-                save_state(Path(options.out), model, optimizer, options, record.losses)
+                save_state(options.out, model, optimizer, options, record.losses)
     return record
 
 
@@ -113,30 +114,33 @@ def run_step(
 
 
 def save_state(
-    out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions, losses: list[float]
+    out: str, model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions, losses: list[float]
 ) -> None:
     """Replace the checkpoint of `out`. Collective: every rank of the world."""
-    state = collect_state(model, optimizer) | {"losses": list(losses), "curve": options.curve}
-    checkpoint.save(state, out / "checkpoint")
+    state = collect_state(model, optimizer) | {"run": json.dumps({"losses": losses, "curve": options.curve})}
+    checkpoint.save(state, Path(out, "checkpoint"))
 
 
 def load_state(
-    out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions
+    out: str, model: nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions
 ) -> list[float]:
     """Go on from the checkpoint of `out`; the losses so far. Collective: every rank of the world."""
-    state: dict[str, Any] = collect_state(model, optimizer) | {"losses": [], "curve": {}}
-    described = {"losses": [], "curve": {}}
-    checkpoint.load(described, out / "checkpoint")
-    differing = [name for name, value in options.curve.items() if described["curve"].get(name) != value]
+    path = Path(out, "checkpoint")
+    described = {"run": ""}
+    checkpoint.load(described, path)
+    run = json.loads(described["run"])
+    differing = [name for name, value in options.curve.items() if run["curve"].get(name) != value]
     if differing:
-        told = ", ".join(f"{n}={described['curve'].get(n)!r} (here {options.curve[n]!r})" for n in differing)
-        raise LongmeshError(f"{out} was trained with {told}; a resumed run must be told the same")
-    if len(described["losses"]) >= options.steps:
-        raise LongmeshError(
-            f"{out} has {len(described['losses'])} steps; give more than that as steps to go on"
+        told = ", ".join(
+            f"{name}={run['curve'].get(name)!r} (here {options.curve[name]!r})" for name in differing
         )
-    checkpoint.load(state, out / "checkpoint")
-    return state["losses"]
+        raise LongmeshError(f"{out} was trained with {told}; a resumed run must be told the same")
+    if len(run["losses"]) >= options.steps:
+        raise LongmeshError(
+            f"{out} has {len(run['losses'])} steps already and steps={options.steps} were asked for; give more to go on"
+        )
+    checkpoint.load(collect_state(model, optimizer), path)
+    return run["losses"]
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

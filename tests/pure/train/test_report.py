@@ -1,0 +1,122 @@
+"""The page and what is said at the end."""
+
+import json
+import re
+from dataclasses import asdict
+from xml.dom import minidom
+
+import numpy as np
+import pytest
+
+from longmesh.attention import masks, plan_attention
+from longmesh.attention.mask.slices import area, make_slices
+from longmesh.errors import LongmeshError
+from longmesh.train import TrainOptions
+from longmesh.train.drawing import BarPart, Curve, draw_bars, draw_curves, draw_plan, outline
+from longmesh.train.progress import StepRecord, describe_step
+from longmesh.train.report import Summary, describe, largest_difference, make_page, read_summary, write_report
+
+OPTIONS = TrainOptions(context=2, steps=3, seq_len=1000)
+TWO = Summary(OPTIONS.curve, (1, 2, 1), [5.5, 5.0, 4.0], 900.0, [3.0, 2.5], [0.5, 1.0])
+ONE = Summary(OPTIONS.curve, (1, 1, 1), [5.5, 5.00001, 4.0, 3.0], 600.0, [4.5], [0.0])
+
+
+def plan_of_two(exchange="auto"):
+    lengths = [400, 90, 510]
+    return plan_attention(seq_len=1000, ranks=2, mask=masks.documents(lengths), exchange=exchange, chunk=64)
+
+
+def test_the_last_word_is_the_difference():
+    assert describe(TWO, ONE) == [
+        "2 ranks: 3 steps of 1,000 tokens, loss 5.5000 to 4.0000, 900 tokens/s, 21% of the time in communication",
+        "1.50 times the 600 tokens/s of the one-process run",
+        "largest difference from the one-process loss: 1.0e-05 over 3 steps, within 1e-04",
+    ]
+
+
+@pytest.mark.parametrize("loss", [4.0002, float("nan"), float("inf")])
+def test_a_difference_is_never_hidden(loss):
+    off = Summary(OPTIONS.curve, (1, 2, 1), [5.5, 5.0, loss], 900.0, [3.0, 2.5], [0.5, 1.0])
+    assert largest_difference(off, ONE) > 1.9e-4
+    assert describe(off, ONE)[-1].endswith("over 3 steps, NOT within 1e-04")
+
+
+def pictures(page):
+    found = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    for picture in found:
+        minidom.parseString(picture)
+    return found
+
+
+def test_the_page_stands_alone_and_has_every_picture(tmp_path):
+    options = TrainOptions(context=2, steps=3, seq_len=1000, out=str(tmp_path / "new"))
+    said = write_report(TWO, ONE, plan_of_two(), options)
+    page = (tmp_path / "new" / "report.html").read_text()
+    assert said.splitlines()[-1] == f"page: {tmp_path / 'new' / 'report.html'}"
+    assert len(pictures(page)) == 5
+    assert "largest difference from the one-process loss: 1.0e-05" in page
+    assert "attention over 1000 tokens on 2 ranks: documents(" in page
+    assert "http" not in page and "<script" not in page
+    assert Summary(**json.loads((tmp_path / "new" / "run.json").read_text())).losses == TWO.losses
+
+
+def test_a_run_alone_has_a_page_too():
+    assert len(pictures(make_page(ONE, None, None, describe(ONE, None)))) == 2
+
+
+def test_baselines_that_do_not_fit_are_refused(tmp_path):
+    def read(summary, **changes):
+        (tmp_path / "run.json").write_text(json.dumps(asdict(summary)) if summary else "{")
+        return read_summary(TrainOptions(**{"seq_len": 1000, "steps": 3, **changes}, baseline=str(tmp_path)))
+
+    assert read(ONE).losses == ONE.losses
+    for summary, changes, text in [
+        (ONE, {"steps": 9}, "has 4 steps, this run will have 9; run it again with as many"),
+        (ONE, {"dim": 64}, "ran with dim=128 (here 64); compare runs that differ in the mesh only"),
+        (None, {}, "has no figures of a run in it"),
+    ]:
+        with pytest.raises(LongmeshError) as error:
+            read(summary, **changes)
+        assert text in str(error.value)
+    with pytest.raises(LongmeshError, match=r"has no figures of a run in it: .*No such file"):
+        read_summary(TrainOptions(baseline=str(tmp_path / "nowhere")))
+
+
+def polygon_area(corners):
+    q, k = np.array(corners).T
+    return abs(np.dot(q, np.roll(k, 1)) - np.dot(k, np.roll(q, 1))) / 2
+
+
+@pytest.mark.parametrize(
+    "slice_",
+    [(0, 40, 10, 50), (0, 100, 0, 100, -1000, 0), (0, 100, 0, 100, -20, 0), (30, 70, 0, 100, -50, 5)],
+)
+def test_an_outline_has_the_area_of_its_slice(slice_):
+    part = make_slices(slice_)
+    # A diagonal cuts squares in halves: half a pair for each end of each diagonal, at the most.
+    assert polygon_area(outline(part[0])) == pytest.approx(area(part)[0], abs=1.0)
+
+
+def test_the_plans_picture_covers_what_is_computed():
+    (picture,) = pictures(draw_plan(plan_of_two(), size=1000.0))
+    covered = 0.0
+    for points in re.findall(r'<polygon points="([^"]*)"', picture):
+        corners = [tuple(map(float, point.split(","))) for point in points.split()]
+        covered += polygon_area(corners)
+    assert covered == pytest.approx(sum(n * (n + 1) / 2 for n in (400, 90, 510)), rel=1e-3)
+    assert "rank 0: queries" in picture and "rank 1: queries" in picture
+    (split,) = pictures(draw_plan(plan_of_two("ulysses")))
+    assert "ranks 0 to 1: queries" in split
+
+
+def test_odd_charts_are_still_pictures():
+    assert pictures(draw_curves([Curve("one point", "#000000", 1, [2.0])]))
+    assert pictures(draw_curves([Curve("nothing to see", "#000000", 1, [0.0, 0.0])], is_log=True))
+    gap = draw_curves([Curve("a gap", "#000000", 1, [1.0, float("nan"), 3.0])])
+    assert len(re.findall(r'polyline points="([^"]*)"', gap)[0].split()) == 2
+    assert pictures(draw_bars([("rank <0>", [BarPart("idle", "#000000", 0.0)])]))
+
+
+def test_a_step_in_one_line():
+    line = describe_step(StepRecord(6, 2.34567, 0.5, 0.1), 20, 8192)
+    assert line == "step  7/20  loss 2.3457  16,384 tokens/s  20% of the time in communication"
