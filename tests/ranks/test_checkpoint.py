@@ -147,6 +147,31 @@ def test_torchs_state_dict_functions_and_asynchronous_saves(pool, tmp_path):
     assert pool.run(use_torchs_functions, str(tmp_path), ranks=2) == [True, True]
 
 
+def save_and_load_under_way(directory):
+    """Tensors whose last redistribution has not ended, and parameters."""
+    mesh = cpu_mesh(2)
+    whole = torch.arange(7.0)
+    x, zeros = (distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in (whole, torch.zeros(7)))
+    even = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None)
+    wait = {"placements": [Replicate()], "async_op": True}
+    save({"x": x.redistribute(**wait), "even": even.redistribute(**wait)}, f"{directory}/run")
+    save_safetensors({"even": even.redistribute(**wait)}, f"{directory}/m.safetensors")
+    into, plain = (even * 0).redistribute(**wait), torch.zeros(8)
+    weight = nn.Parameter(zeros)
+    load({"x": weight, "even": into}, f"{directory}/run")
+    load_safetensors({"even": plain}, f"{directory}/m.safetensors")
+    wanted = [
+        (weight.full_tensor(), whole),
+        (into.to_local() + 0, torch.arange(8.0)),
+        (plain, torch.arange(8.0)),
+    ]
+    return [torch.equal(a, b) for a, b in wanted] + [weight.requires_grad]
+
+
+def test_tensors_under_way_and_parameters(pool, tmp_path):
+    assert pool.run(save_and_load_under_way, str(tmp_path), ranks=2) == [[True] * 4] * 2
+
+
 def make_training(mesh, dims):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))

@@ -86,6 +86,9 @@ def count(hidden, directory):
     with open(path) as file:
         dump = json.load(file)
     assert mode.get_total_bytes() == log.total_bytes == dump["bytes_forward"] + dump["bytes_backward"]
+    parameters = mode.get_parameter_info()
+    assert list(parameters) == [f"Model.blocks.{i}.{name}" for i in (0, 1) for name in ("up", "down")]
+    assert parameters["Model.blocks.0.up"]["weight"].shape == (hidden, 5)
     waited = dump["waited_us_forward"] + dump["waited_us_backward"]
     return (
         names(mode.get_comm_counts()),

@@ -7,6 +7,7 @@ does, and a checkpoint knows boxes by where they start. A tensor without any ele
 from __future__ import annotations
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -49,8 +50,12 @@ def tensor_shard(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
     """The local tensor of the box that starts at `index.offset`."""
     for chunk in chunk_list(tensor):
         if index.offset is None or index.offset == chunk.offsets:
-            local = tensor._local_tensor.detach()
-            return local if local.numel() else local.new_empty(chunk.sizes)
+            local = tensor._local_tensor
+            if isinstance(
+                local, AsyncCollectiveTensor
+            ):  # still under way; what it holds is the tensor itself
+                local = local.wait()
+            return local.detach() if local.numel() else local.new_empty(chunk.sizes)
     raise LongmeshError(f"{index.fqn}: this rank holds no part that starts at {index.offset}")
 
 
