@@ -204,22 +204,20 @@ class ContextParallel:
     def _together(self, what: str, check: Callable[..., Checked], *args: object) -> Checked:
         """`check(*args)` where it passes on every rank, and gives the same; else an error on every rank.
 
-        With a backend other than gloo only the first time: the host would wait for the device.
+        On a device only the first time: reading the answer makes the host wait for the device.
         """
-        if self.plan.num_ranks == 1:
+        if self.mesh is None or self.plan.num_ranks == 1:
             return check(*args)
-        group = self._everyone
-        if self._has_agreed and not group.is_gloo:
+        device = self.mesh.device_type
+        if self._has_agreed and device != "cpu":
             return check(*args)
-        assert self.mesh is not None
-        device = "cpu" if group.is_gloo else self.mesh.device_type
         self._has_agreed = True
         try:
             found = check(*args)
         except Exception as error:
-            agree(what, None, error, group, device)
+            agree(what, None, error, self._everyone, device)
             raise
-        agree(what, found, None, group, device)
+        agree(what, found, None, self._everyone, device)
         return found
 
     @functools.cached_property
