@@ -40,10 +40,11 @@ def lookup(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def embedding(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Its backward is not given the table, so the indices remember how the last one of its size was cut."""
     table, indices = args[:2]
-    if isinstance(table, DTensor) and table._layout.cuts(0):
+    if isinstance(table, DTensor):
         notes = indices.__dict__.setdefault("_table_layouts", {})
-        notes[table.shape[0]] = table._layout
+        notes[table.shape[0]] = table._layout if table._layout.cuts(0) else None
     return lookup(func, args, kwargs)
 
 
