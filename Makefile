@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 
 demo: $(READY)
 	@$(BIN)/longmesh train --ranks 2 --seq-len 16384 --mask documents --exchange auto --compare \
-		--steps 16 --dim 64 --heads 2 --kv-heads 1 --out build/demo
+		--steps 20 --dim 64 --heads 2 --kv-heads 1 --out build/demo
 
 test: $(READY)
 	@$(BIN)/pytest
