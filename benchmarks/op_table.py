@@ -29,7 +29,8 @@ One row an op of torch's `op_db`, by the aten ops it calls. A line such as `S(0)
 inputs laid out so are not moved. "Everything replicated" always holds and is not listed; where inputs lie otherwise
 they are brought to the cheapest line.
 `handler` ops need more than one local call (a small reduction, a halo, a lookup).
-Outcome: a run on 3 gloo ranks in random layouts against plain torch.
+Outcome: a run on 3 gloo ranks in random layouts against plain torch. `refused`: some layouts are an error that says
+what to do instead.
 
 | op | outcome | aten op: lines without a collective |
 | --- | --- | --- |

@@ -138,7 +138,7 @@ def _can_be_pending(tensor, layout):
     """Whether terms can be made: integers have too few, half precision rounds them, complex numbers have no order."""
     if not layout.partial_axes:
         return True
-    if tensor.element_size() < 4:
+    if (tensor.is_floating_point() or tensor.is_complex()) and torch.finfo(tensor.dtype).eps > 1e-6:
         return False
     ordered = any(p.reduce_op not in ("sum", "avg") for p in layout.placements if p.is_partial())
     return tensor.is_floating_point() or (tensor.is_complex() and not ordered)

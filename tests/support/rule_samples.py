@@ -23,7 +23,9 @@ def sample_calls(name, num_samples, grad):
         for sample in samples[:num_samples]:
             for func, args, kwargs in calls_of(lambda s=sample: _run(op, s, grad), grad):
                 func = functional_form(func) or func
-                if "out" not in kwargs and not func._schema.is_mutable and _has_one_answer(func):
+                if "out" in kwargs or func._schema.is_mutable:
+                    continue
+                if _has_one_answer(func) and not _is_by_mask(func, args):
                     call = describe(func, args, kwargs)
                     key = (str(func), str([m.shape for m in call.tensors]), str(call.args), str(call.kwargs))
                     found.setdefault(key, (func, args, kwargs))
@@ -32,6 +34,12 @@ def sample_calls(name, num_samples, grad):
 
 def _has_one_answer(func):
     return torch.Tag.nondeterministic_seeded not in func.tags and "empty" not in func._schema.name
+
+
+def _is_by_mask(func, args):
+    """A mask is turned into positions before its rule is asked."""
+    by_position = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
+    return by_position and any(t.dtype is torch.bool for t in all_tensors(args[1]))
 
 
 def _run(op, sample, grad):

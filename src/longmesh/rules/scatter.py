@@ -112,8 +112,11 @@ def index_lines(*, adds: bool, linear: bool = True) -> Callable[[OpCall], list[A
 
 
 def index_put_lines(call: OpCall) -> list[AxisRule]:
+    """Indices are numbers: masks come as the positions of their true elements."""
     tensor, *metas = call.tensors
     indices, values = metas[:-1], metas[-1]
+    if any(meta.dtype is torch.bool for meta in indices):
+        return []
     where = Indexing(call["indices"], tensor.ndim)
     ndim = len(where.batch) + len(where.rest)
     whole = [R] * len(indices)
