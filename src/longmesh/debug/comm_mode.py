@@ -14,7 +14,6 @@ ring would send.
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm
 from longmesh.comm.record import is_told
 from longmesh.debug import comm_report
 from longmesh.debug.foreign import describe_foreign, issued_by_longmesh
-from longmesh.debug.module_stack import ModuleStack
+from longmesh.debug.module_stack import ModuleStack, now_us
 from longmesh.tensor import DTensor
 from longmesh.tensor.tree import all_tensors
 
@@ -157,10 +156,10 @@ class CommDebugMode(TorchDispatchMode):
             self.operations.append(_describe_op(func, args, kwargs, module, backward))
         elif not (issued_by_longmesh() and is_told(self._own)):
             op, event = found
-            call = CommCall(op, event, module, backward, _now_us())
+            call = CommCall(op, event, module, backward, now_us())
             self.calls.append(call)
             result = func(*args, **kwargs)
-            call.end_us = _now_us()
+            call.end_us = now_us()
             call.waited_us = call.end_us - call.start_us
             return result
         if any(kind is DTensor for kind in types):
@@ -175,14 +174,14 @@ class _OwnCollectives(CommObserver):
 
     def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
         module, backward = self._mode.modules.where()
-        call = CommCall(_op_of(event.kind), event, module, backward, _now_us())
+        call = CommCall(_op_of(event.kind), event, module, backward, now_us())
         self._mode.calls.append(call)
         self._open[id(event)] = call
 
     def on_done(self, event: CommEvent, waited_us: float) -> None:
         call = self._open.pop(id(event), None)
         if call is not None:
-            call.end_us, call.waited_us = _now_us(), waited_us
+            call.end_us, call.waited_us = now_us(), waited_us
 
 
 def _op_of(kind: str) -> Any:
@@ -214,7 +213,3 @@ def _describe_op(func: Any, args: Any, kwargs: Any, module: str, backward: bool)
         input_layouts=tuple(str(t._layout) for t in parts),
         mesh=str(parts[0]._layout.mesh) if parts else "",
     )
-
-
-def _now_us() -> float:
-    return time.perf_counter() * 1e6

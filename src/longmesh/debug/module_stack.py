@@ -97,14 +97,14 @@ class ModuleStack:
         if name not in self.modules:
             parameters = {k: p.data for k, p in module.named_parameters(recurse=False)}
             self.modules[name] = ModuleInfo(name, type(module).__name__, parent, parameters)
-        self._running.append((name, in_backward(), _now_us()))
+        self._running.append((name, in_backward(), now_us()))
         self._made_by.note(name)
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._running:  # entered before this stack was
             return
         name, backward, start = self._running.pop()
-        self.runs.append(ModuleRun(name, start, _now_us(), backward))
+        self.runs.append(ModuleRun(name, start, now_us(), backward))
         self._made_by.note(self._running[-1][0] if self._running else GLOBAL)
 
     def _name(self, module: nn.Module) -> str:
@@ -123,5 +123,6 @@ def _unused(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def _now_us() -> float:
+def now_us() -> float:
+    """The process's clock."""
     return time.perf_counter() * 1e6
