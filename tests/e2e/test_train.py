@@ -78,7 +78,7 @@ def test_it_trains_compares_and_says_so(compared: tuple[Path, subprocess.Complet
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert all(line.startswith("[rank 0] ") for line in lines)
-    step = r"\[rank 0\] 2 ranks: step 4/4  loss \d\.\d{4}  [\d,]+ tokens/s  \d+% of the time in communication"
+    step = r"\[rank 0\] 2 ranks: step 4/4  loss \d\.\d{4}  [\d,]+ tokens/s  \d+% in communication"
     assert sum(bool(re.fullmatch(step, line)) for line in lines) == 1
     told = r"\[rank 0\] largest difference from the one-process loss: (\S+) over 4 steps, within 1e-04"
     found = re.fullmatch(told, lines[-2])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from types import TracebackType
 from typing import NamedTuple, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress as Bar, TextColumn
 
 LINES = 10
+DEFAULT_WIDTH = 80
 
 
 class StepRecord(NamedTuple):
@@ -39,9 +41,17 @@ class Progress:
             return self
         file = self._find_terminal()
         if file is not None:
-            console = Console(file=file, force_terminal=True)
-            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}")
-            self._bar = self._open.enter_context(Bar(*columns, TimeRemainingColumn(), console=console))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[told]}"),
+            )
+            # The launcher's ranks are told a width without room for their prefix, which a bar has not.
+            width = os.get_terminal_size(file.fileno()).columns or DEFAULT_WIDTH
+            console = Console(file=file, force_terminal=True, width=width)
+            self._bar = self._open.enter_context(
+                Bar(*columns, console=console, expand=True, auto_refresh=False)
+            )
             self._task = self._bar.add_task(self._title, total=self._steps, told="")
         return self
 
@@ -61,7 +71,7 @@ class Progress:
             return
         told = describe_step(record, self._steps, self._step_tokens)
         if self._bar is not None:
-            self._bar.update(self._task, completed=record.step + 1, told=told)
+            self._bar.update(self._task, completed=record.step + 1, told=told, refresh=True)
         elif record.step + 1 == self._steps or record.step % max(1, self._steps // LINES) == 0:
             print(f"{self._title}: {told}", flush=True)
 
@@ -71,5 +81,5 @@ def describe_step(record: StepRecord, steps: int, step_tokens: int) -> str:
     rate, share = step_tokens / record.seconds, record.wait_seconds / record.seconds
     return (
         f"step {record.step + 1:{len(str(steps))}d}/{steps}  loss {record.loss:.4f}  {rate:,.0f} tokens/s  "
-        f"{share:.0%} of the time in communication"
+        f"{share:.0%} in communication"
     )

@@ -119,4 +119,4 @@ def test_odd_charts_are_still_pictures():
 
 def test_a_step_in_one_line():
     line = describe_step(StepRecord(6, 2.34567, 0.5, 0.1), 20, 8192)
-    assert line == "step  7/20  loss 2.3457  16,384 tokens/s  20% of the time in communication"
+    assert line == "step  7/20  loss 2.3457  16,384 tokens/s  20% in communication"

@@ -1,0 +1,42 @@
+"""What is seen of a run: a bar on a terminal, lines elsewhere, nothing of other ranks."""
+
+import os
+import re
+
+from longmesh.train.progress import Progress, StepRecord
+
+
+def show_all(steps=20, first=0, **where):
+    where = {"terminal": None, "is_silent": False, **where}
+    with Progress(steps=steps, step_tokens=1000, title="3 ranks", **where) as progress:
+        for step in range(first, steps):
+            progress.show(StepRecord(step, 4.0, 0.5, 0.1))
+
+
+def test_lines_come_now_and_then_and_at_the_end(capsys):
+    show_all(steps=25)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "3 ranks: step  1/25  loss 4.0000  2,000 tokens/s  20% in communication"
+    assert [int(re.findall(r"(\d+)/25", line)[0]) for line in lines] == [*range(1, 26, 2)]
+
+
+def test_a_resumed_run_ends_with_a_line(capsys):
+    show_all(steps=24, first=23)
+    assert "step 24/24" in capsys.readouterr().out
+
+
+def test_other_ranks_say_nothing(capsys):
+    show_all(is_silent=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_bar_moves_on_the_terminal_that_is_named(capsys):
+    master, slave = os.openpty()
+    show_all(steps=3, terminal=os.ttyname(slave))
+    drawn = os.read(master, 1 << 16).decode()
+    os.close(slave)
+    os.close(master)
+    for step in (1, 2, 3):
+        assert f"step {step}/3  loss 4.0000  2,000 tokens/s  20% in communication" in drawn
+    assert "━" in drawn and drawn.count("\n") == 1
+    assert capsys.readouterr().out == ""
