@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from longmesh.attention import ContextParallel, masks
+from longmesh.attention.op import attend
 from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError
 from longmesh.testing.mesh import cpu_mesh
@@ -84,33 +85,51 @@ def test_what_is_sent_is_what_the_plan_says(pool):
             assert sent == planned, (mask, layout, exchange)
 
 
-def compiled(exchange, layout, backend):
+def compiled(exchange, layout, backend, batches=(2,)):
+    """Forward and backward in one graph; a second batch size makes the batch a symbol."""
     torch._dynamo.reset()
     mask = masks.documents([11, 18])
     cp = ContextParallel(cpu_mesh(2), seq_len=29, mask=mask, layout=layout, exchange=exchange, chunk=4)
-    x = cp.shard(torch.randn(2, 29, 16), dim=1)
     weight = torch.randn(16, 48, requires_grad=True)
-    want = layer(cp, x, weight)
-    (dwant,) = torch.autograd.grad(want.square().sum(), weight)
     fn = torch.compile(layer, backend=backend, fullgraph=True)
-    for _ in range(2):
-        out = fn(cp, x, weight)
+    for batch in batches:
+        x = cp.shard(torch.randn(batch, 29, 16), dim=1)
+        want, out = layer(cp, x, weight), fn(cp, x, weight)
         torch.testing.assert_close(out, want)
-        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), weight)[0], dwant)
+        expected, found = (torch.autograd.grad(t.square().sum(), weight)[0] for t in (want, out))
+        torch.testing.assert_close(found, expected)
     return True
 
 
 # torch itself warns of torch.jit when it loads its compiler.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_compiled_is_one_graph(pool):
-    for exchange, layout in (("ring", "zigzag"), ("ulysses", "zigzag"), ("sparse", "solve")):
-        assert pool.run(compiled, exchange, layout, "aot_eager", ranks=2, timeout=300.0) == [True] * 2
+    for case in (
+        ("ring", "zigzag", "aot_eager", (2, 3)),
+        ("ulysses", "zigzag", "aot_eager"),
+        ("sparse", "solve", "aot_eager"),
+    ):
+        assert pool.run(compiled, *case, ranks=2, timeout=300.0) == [True] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_compiled_by_inductor(pool):
     assert pool.run(compiled, "sparse", "zigzag", "inductor", ranks=2, timeout=300.0) == [True] * 2
+
+
+def check_op(exchange):
+    """torch's own checks of a custom op: schema, fake kernel, autograd, ahead-of-time tracing."""
+    cp = ContextParallel(cpu_mesh(2), seq_len=13, layout="zigzag", exchange=exchange)
+    q, k, v = (torch.randn(1, h, cp.num_tokens, 8, requires_grad=True) for h in (4, 2, 2))
+    torch.library.opcheck(attend, (q, k, v, torch.randn(4, requires_grad=True), cp._name, None))
+    return True
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_the_op_keeps_what_it_declares(pool):
+    for exchange in ("ring", "ulysses"):
+        assert pool.run(check_op, exchange, ranks=2, timeout=120.0) == [True] * 2
 
 
 def later(score, b, h, i, j):

@@ -230,7 +230,9 @@ class ContextParallel:
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Call:
         """The call, planned. Only the first one for given heads may communicate, to make groups."""
-        heads = self._plan_heads(q.shape[1], k.shape[1], q.shape[3], q.element_size())
+        # Under torch.compile sizes may be symbols: a plan is for given heads, so theirs are fixed here.
+        sizes = int(q.shape[1]), int(k.shape[1]), int(q.shape[3])
+        heads = self._plan_heads(*sizes, q.element_size())
         if heads.has_elementwise:
             score = replace(score, mask_mod=heads.plan.mask.visible)
         kernel = self._choose(q, v, score)

@@ -39,8 +39,8 @@ def need_of(q_BHSD: Tensor, v_BGKE: Tensor, score: Score, blocks: Sequence[Block
     return Need(
         device=q_BHSD.device.type,
         dtype=q_BHSD.dtype,
-        head_dim=q_BHSD.shape[-1],
-        v_head_dim=v_BGKE.shape[-1],
+        head_dim=int(q_BHSD.shape[-1]),
+        v_head_dim=int(v_BGKE.shape[-1]),
         elementwise=any(block.elementwise for block in blocks),
         score_mod=score.score_mod is not None,
         bias=score.bias is not None,
