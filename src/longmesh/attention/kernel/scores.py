@@ -98,6 +98,8 @@ def captured_tensors(fn: Callable | None) -> list[Tensor]:
     Looked for in closures, globals that its code names, defaults, partials, bound objects and the functions those
     hold in turn.
     """
+    if fn is None:
+        return []
     found: list[Tensor] = []
     seen: set[int] = set()
 
