@@ -97,6 +97,16 @@ def linear(*groups: Group, affine: Sequence[Group] = ()) -> RuleFunction:
     return rule
 
 
+def summed(*groups: Group) -> RuleFunction:
+    """Linear in the operands of each group together, one of which may be as large as numbers get (a mask's filling):
+    a sum stays pending, an average, whose terms are added up before they are divided, does not."""
+
+    def rule(call: OpCall) -> list[AxisRule]:
+        return [*shard_lines(call), *pending_lines(call, groups, P, P)]
+
+    return rule
+
+
 def scaled(*groups: Group, by_zero: bool) -> RuleFunction:
     """Linear unless the factor `other` is a number that makes infinities, which terms don't add up to."""
 
@@ -185,11 +195,13 @@ def _is_exact_enough(before: torch.dtype, after: torch.dtype) -> bool:
 
 
 def fill_where(call: OpCall) -> list[AxisRule]:
-    """masked_fill by a number: a sum stays pending where the number is zero, an average or extremum always."""
+    """masked_fill by a number: a sum stays pending where the number is zero, an average where it is not so large that
+    its terms would overflow, an extremum always."""
+    value = call["value"]
     return [
         *shard_lines(call),
-        *(pending_lines(call, [(0,)], P, P) if call["value"] == 0 else ()),
-        *pending_lines(call, [(0,)], AVG, AVG),
+        *(pending_lines(call, [(0,)], P, P) if value == 0 else ()),
+        *(pending_lines(call, [(0,)], AVG, AVG) if abs(value) < 1e4 or cmath.isinf(value) else ()),
         *pending_lines(call, [(0,)], MIN, MIN),
         *pending_lines(call, [(0,)], MAX, MAX),
     ]

@@ -23,6 +23,7 @@ from longmesh.rules.pointwise import (
     pointwise,
     scaled,
     selecting,
+    summed,
 )
 from longmesh.rules.rule import AxisRule, OpCall, Rule, like
 from longmesh.spec import Partial
@@ -118,10 +119,10 @@ RULES: dict[str, Rule] = {
     "complex.default": pointwise(_SUM),
     **dict.fromkeys(
         ("where.self", "prims.where.default"),
-        pointwise(linear((1, 2), affine=((1,), (2,))), selecting((1,), (2,), (1, 2))),
+        pointwise(summed((1, 2)), selecting((1,), (2,), (1, 2))),
     ),
     "masked_fill.Scalar": pointwise(fill_where),
-    "masked_fill.Tensor": pointwise(linear((0, 2), affine=((0,), (2,))), selecting((0,), (2,), (0, 2))),
+    "masked_fill.Tensor": pointwise(summed((0, 2)), selecting((0,), (2,), (0, 2))),
     "lerp.Scalar": pointwise(_SUM),
     "lerp.Tensor": pointwise(_SUM),
     "addcmul.default": pointwise(linear((0, 1), (0, 2), affine=((0,), (1,), (2,)))),

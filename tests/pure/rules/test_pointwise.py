@@ -148,6 +148,10 @@ def test_what_stays_pending():
     assert ((P, R), P) in lines_of(lambda: x.masked_fill(y > 0, 0))
     assert ((P, R), P) not in lines_of(lambda: x.masked_fill(y > 0, 1))
     assert ((R, P, P), P) in lines_of(lambda: torch.where(x > 0, x, y))
+    assert ((R, AVG, R), AVG) not in lines_of(lambda: torch.where(x > 0, x, y))
+    assert ((AVG, R), AVG) in lines_of(lambda: x.masked_fill(y > 0, 2.5))
+    assert ((AVG, R), AVG) in lines_of(lambda: x.masked_fill(y > 0, float("-inf")))
+    assert ((AVG, R), AVG) not in lines_of(lambda: x.masked_fill(y > 0, torch.finfo(x.dtype).min))
 
 
 def test_every_op_that_torch_calls_pointwise_has_a_rule():
