@@ -95,7 +95,7 @@ def test_torchrun_goes_on_with_another_mesh(
 ) -> None:
     out, _ = compared
     train = ["-m", "longmesh", "train", *SIZES[:-1], "5", "--tensor", "2", "--resume", out, "--out", tmp_path]
-    done = run(*TORCHRUN, "--nproc-per-node", 2, "--master-port", 29517, *train)
+    done = run(*TORCHRUN, "--standalone", "--nproc-per-node", 2, *train)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path)[:4] == losses(out)
     assert done.stdout.splitlines()[0].startswith("2 ranks: step 5/5  loss ")

@@ -26,9 +26,10 @@ def cut_cross_entropy(
 ) -> Tensor:
     """The mean (or "sum") of the cross entropy over the tokens of all ranks of `mesh`, the same number on each.
 
-    `logits` (..., classes) and `labels` (...) are this rank's tokens, any number of them; labels are those of the whole
-    sequence, shifted before it was cut (see `pack_documents`). Collective over all axes of the mesh; backward is not:
-    it gives each rank the gradient of its own tokens' part, to be summed over ranks.
+    The ranks of the mesh hold different tokens: leave out an axis whose ranks hold the same. `logits` (..., classes)
+    and `labels` (...) are this rank's tokens, any number of them; labels are those of the whole sequence, shifted
+    before it was cut (see `pack_documents`). Collective over all axes of the mesh; backward is not: it gives each rank
+    the gradient of its own tokens' part, to be summed over ranks.
     """
     if reduction not in ("mean", "sum"):
         raise LongmeshError(f"cut_cross_entropy(reduction={reduction!r}): use 'mean' or 'sum'")

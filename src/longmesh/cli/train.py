@@ -131,13 +131,14 @@ def _start(told: dict[str, Any], ranks: int, threads: int | None) -> int:
     """Run the program on local ranks; rank 0 may draw on the terminal that its pipe hides from it."""
     from longmesh.cli.run import run_script  # --help need not wait for the launcher
 
-    spec = find_spec(f"{PROGRAM}.__main__")
+    spec = find_spec(PROGRAM)
     assert spec is not None and spec.origin is not None
+    program = Path(spec.origin).with_name("__main__.py")
     is_terminal = sys.stdout.isatty()
     if is_terminal:
         told = told | {"terminal": os.ttyname(sys.stdout.fileno())}
     with _restored_environment():
-        code = run_script(spec.origin, [json.dumps(told)], num_ranks=ranks, num_threads=threads)
+        code = run_script(str(program), [json.dumps(told)], num_ranks=ranks, num_threads=threads)
     if is_terminal:
         print("\x1b[?25h", end="", flush=True)  # a bar that was ended leaves the cursor hidden
     return code
