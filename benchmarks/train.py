@@ -24,10 +24,11 @@ from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
+from longmesh.comm import observe_comm
 from longmesh.testing import RankPool, cpu_mesh
 from longmesh.train import TrainOptions
 from longmesh.train.data import Corpus
-from longmesh.train.loop import build, run_step
+from longmesh.train.loop import WaitClock, build, run_step
 from longmesh.train.parallel import Axes, slice_mesh
 
 AXES = ("data", "context", "tensor")
@@ -57,11 +58,12 @@ def rank_step(options: TrainOptions) -> tuple[float, float]:
     return timed(rank_stepper(options))
 
 
-def rank_outside_share(options: TrainOptions) -> float:
-    """The share of a step that this rank spends outside the model's kernels."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+def rank_outside_share(options: TrainOptions) -> tuple[float, float]:
+    """The share of a step that this rank spends outside the model's kernels, and of that, waiting for others."""
+    clock = WaitClock()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, observe_comm(clock):
         seconds, _ = timed(rank_stepper(options))
-    return 1.0 - kernel_seconds(profiler.events()) / seconds
+    return 1.0 - kernel_seconds(profiler.events()) / seconds, clock.seconds / seconds
 
 
 def kernel_seconds(events: Any) -> float:
@@ -114,9 +116,8 @@ def main() -> None:
     table.add_row("2 ranks x 1 thread", f"{two:.3f}", f"{alone.seq_len / two:,.0f}", f"{ratio:.2f}")
     console = Console()
     console.print(table)
-    console.print(
-        f"outside the model's kernels: {', '.join(f'{share:.1%}' for share in shares)} of a rank's step"
-    )
+    told = ", ".join(f"{outside:.1%} (waiting {waiting:.1%})" for outside, waiting in shares)
+    console.print(f"outside the model's kernels, by rank: {told} of a step")
     console.print(f"largest difference of the losses: {difference:.1e}")
 
 
