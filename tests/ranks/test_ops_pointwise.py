@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from longmesh import Partial, Replicate, Shard
+from longmesh import Partial, Replicate, Shard, distribute_tensor
 from longmesh.comm import record_comm
+from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
 from longmesh.testing import cpu_mesh
 from support.op_check import compare_op, distribute
@@ -149,3 +151,61 @@ def test_what_sends_nothing(pool):
     events, placements = pool.run(silence, ranks=3)[0]
     assert events == 0
     assert placements == [("P",), ("P",), ("P",), ("R",), ("S(0)",), ("S(0)",), ("P",)]
+
+
+def directly(shape, placements):
+    """Operators, seen and unseen: a mode, a gradient, autocast and a transform are never passed by."""
+    mesh = cpu_mesh(torch.distributed.get_world_size())
+    whole = [torch.randn(shape), torch.randn(shape), torch.randn(shape[1], 3)]
+    x, y = (distribute_tensor(t, mesh, placements) for t in whole[:2])
+    w = distribute_tensor(whole[2], mesh, [Replicate()])
+    a, b, c = whole
+    wrong = []
+    for _ in range(2):  # the second time by the known plan
+        pairs = {
+            "add": (x + y, a + b),
+            "sub": (x - y, a - b),
+            "mul": (x * y, a * b),
+            "div": (x / y, a / b),
+            "mm": (x @ w, a @ c),
+            "float": (x * 2.5, a * 2.5),
+            "another float": (x * -1.5, a * -1.5),
+            "int": (x + 3, a + 3),
+            "bool": (x + True, a + True),
+            "radd": (1.0 + x, 1.0 + a),
+            "rsub": (1.0 - x, 1.0 - a),
+            "ints": (x.to(torch.int32) * 2.5, a.to(torch.int32) * 2.5),
+            "halves": (x.to(torch.bfloat16) + 1, a.to(torch.bfloat16) + 1),
+        }
+        for name, (ours, theirs) in pairs.items():
+            if ours.dtype is not theirs.dtype or not torch.equal(ours.full_tensor(), theirs):
+                wrong.append(name)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        _ = x + y
+    z = x.clone().requires_grad_()
+    (z * 2.5 + z * y).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        low = x @ w
+    total = torch.vmap(lambda t: t + t)(x)
+    with pytest.raises(LongmeshError):
+        _ = x + b
+    return (
+        wrong,
+        "aten.add.Tensor" in seen,
+        torch.allclose(z.grad.full_tensor(), 2.5 + b),
+        low.dtype is torch.bfloat16,
+        torch.equal(total.full_tensor(), a + a),
+    )
+
+
+@pytest.mark.parametrize(("shape", "ranks"), [((8, 5), 1), ((7, 4), 3), ((2, 4), 3)])
+def test_operators_run_their_plan_at_once_only_where_nobody_looks(pool, shape, ranks):
+    for found in pool.run(directly, shape, [Shard(0)], ranks=ranks):
+        assert found == ([], True, True, True, True)

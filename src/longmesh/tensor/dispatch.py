@@ -27,6 +27,7 @@ from longmesh.errors import LongmeshError
 from longmesh.rules.lookup import can_read
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import move, part_moved, settle_lookup
+from longmesh.tensor.direct import is_unseen
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.held import hold
 from longmesh.tensor.op_plan import OpPlan, Output, is_pointwise, make_plan
@@ -127,6 +128,14 @@ class Dispatcher:
         if type(result) is DTensor and result._origin is not None and args and result is args[0]:
             write_to_origin(result, move)
         return result
+
+    def run_known(self, func: OpOverload, key: tuple[Any, ...], parts: tuple[Any, ...]) -> DTensor | None:
+        """The op on local parts, if its plan is known and as plain as can be, and nobody would see it."""
+        table = self.tables.get(id(func))
+        plan = table.usual.get(key) if table is not None else None
+        if plan is None or not plan.is_plain or plan.single is None or plan.is_view or not is_unseen():
+            return None
+        return wrap(plan.local_call(*parts), plan.single)  # pyright: ignore[reportOptionalCall]
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run by rule, decomposition or replication, without looking for a handler."""
@@ -462,8 +471,8 @@ def _is_lengths(args: tuple[Any, ...], tensor: torch.Tensor) -> bool:
     """The lengths that a loss was called with, by which torch then divides it and, in the backward, its gradient."""
     lengths = getattr(args[0], "_lengths", None) if args else None
     if lengths is not None and can_read(tensor) and tensor.tolist() == lengths:
-        tensor.__dict__["_lengths"] = lengths
-    return "_lengths" in tensor.__dict__
+        tensor._lengths = lengths  # pyright: ignore[reportAttributeAccessIssue]
+    return hasattr(tensor, "_lengths")
 
 
 def _show(tensor: torch.Tensor) -> str:

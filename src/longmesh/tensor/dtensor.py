@@ -31,6 +31,7 @@ from longmesh.spec import (
     ShardOrderEntry,
     TensorMeta,
 )
+from longmesh.tensor import direct
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.foreign import refuse_fsdp
 from longmesh.tensor.held import Held, hold
@@ -38,6 +39,8 @@ from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
 from longmesh.tensor.view_origin import ViewOrigin
 from longmesh.tensor.view_route import check_view
+
+aten = torch.ops.aten
 
 ShardOrderLike = Iterable[tuple[int, Sequence[int]]]
 
@@ -190,6 +193,18 @@ class DTensor(torch.Tensor):
         if held.layout.shard_dims and not held.is_symbolic and set(map(type, dims)) == {int}:
             check_view(held.layout, held.shape, dims)
         return _view(self, *size, **kwargs)
+
+    # -- arithmetic, straight to the plan where nobody would see the op --------------------------
+
+    __add__ = __radd__ = direct.binary(aten.add.Tensor, torch.Tensor.__add__)
+    __mul__ = __rmul__ = direct.binary(aten.mul.Tensor, torch.Tensor.__mul__)
+    __sub__ = direct.binary(aten.sub.Tensor, torch.Tensor.__sub__)
+    __truediv__ = direct.binary(aten.div.Tensor, torch.Tensor.__truediv__)
+    __matmul__ = direct.matmul
+
+    @staticmethod
+    def _run_known(op: Any, key: tuple[Any, ...], parts: tuple[Any, ...]) -> DTensor | None:
+        return dispatching.dispatch.run_known(op, key, parts)
 
     # -- what it is ------------------------------------------------------------------------------
 

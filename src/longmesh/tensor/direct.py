@@ -1,0 +1,62 @@
+"""Arithmetic without torch's dispatcher: where nothing above a DTensor would see the op, its plan runs at once.
+
+    x + y    no gradient, no mode, no transform, no autocast  ->  the plan of add.Tensor on the local parts
+             otherwise, and for a call whose like was not seen  ->  torch, which comes back through `dispatch`
+
+Entering `__torch_dispatch__` and handing the result back costs more than adding two small tensors. Only ops that
+return new tensors: a view shares its base's version counter, which torch alone can set up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+Method = Callable[..., Any]
+
+
+def is_unseen() -> bool:
+    """Whether nobody stands between the user and the op: no mode, transform or autocast."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def binary(op: OpOverload, by_torch: Method) -> Method:
+    """The method of an operator on two DTensors, or on one and a number."""
+
+    def method(self: Any, other: Any) -> Any:
+        kind = type(other)
+        if kind is type(self):
+            if torch.is_grad_enabled() and (self.requires_grad or other.requires_grad):
+                return by_torch(self, other)
+            key, part = (self._held, other._held), other._local_tensor
+        elif kind is float or kind is int:
+            if torch.is_grad_enabled() and self.requires_grad:
+                return by_torch(self, other)
+            key, part = (self._held, float if kind is float else other), other  # as `describe` has numbers
+        else:
+            return by_torch(self, other)
+        result = self._run_known(op, key, (self._local_tensor, part))
+        return by_torch(self, other) if result is None else result
+
+    return method
+
+
+def matmul(self: Any, other: Any) -> Any:
+    """`self @ other` of two matrices."""
+    if (
+        type(other) is not type(self)
+        or not self.ndim == other.ndim == 2
+        or (torch.is_grad_enabled() and (self.requires_grad or other.requires_grad))
+    ):
+        return torch.Tensor.matmul(self, other)
+    key, parts = (self._held, other._held), (self._local_tensor, other._local_tensor)
+    result = self._run_known(torch.ops.aten.mm.default, key, parts)
+    return torch.Tensor.matmul(self, other) if result is None else result
