@@ -9,6 +9,15 @@ from typing import Any
 
 MAX_VALUE = 100  # characters of a constant's value
 _BUILTINS = frozenset(dir(builtins))
+_NAMED_BY: dict[type[ast.AST], str] = {
+    ast.Name: "id",
+    ast.Attribute: "attr",
+    ast.arg: "arg",
+    ast.keyword: "arg",
+    ast.FunctionDef: "name",
+    ast.AsyncFunctionDef: "name",
+    ast.ClassDef: "name",
+}
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -128,8 +137,20 @@ def _placed(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
         if isinstance(node, _DEFINITIONS) and not in_function:
             place = f"{place}.{node.name}" if place else node.name
             in_function = not isinstance(node, ast.ClassDef)
-        children = [(child, place, in_function) for child in ast.iter_child_nodes(node)]
-        stack.extend(reversed(children))
+        stack.extend((child, place, in_function) for child in reversed(_children(node)))
+
+
+def _children(node: ast.AST) -> list[ast.AST]:
+    """`ast.iter_child_nodes` without contexts and operators, which are a third of a tree and hold no name."""
+    found: list[ast.AST] = []
+    for name in node._fields:
+        if name != "ctx" and name != "op":
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                found.extend(item for item in value if isinstance(item, ast.AST))
+            elif isinstance(value, ast.AST):
+                found.append(value)
+    return found
 
 
 def _imports(nodes: Iterable[ast.AST]) -> Iterator[Import]:
@@ -166,14 +187,7 @@ def _words(placed: list[tuple[ast.AST, str]]) -> dict[str, dict[str, list[int]]]
 
 
 def _identifier(node: ast.AST) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    if isinstance(node, ast.arg | ast.keyword):
-        return node.arg or ""
-    if isinstance(node, _DEFINITIONS):
-        return node.name
     if isinstance(node, ast.alias):
         return (node.asname or node.name).split(".")[-1]
-    return ""
+    attribute = _NAMED_BY.get(type(node))
+    return (attribute and getattr(node, attribute)) or ""
