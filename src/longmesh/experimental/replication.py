@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from longmesh.tensor.dispatch import taken_as_replicated
+from longmesh.tensor.plain import taken_as_replicated
 
 
 @contextlib.contextmanager

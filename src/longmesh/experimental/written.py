@@ -15,9 +15,10 @@ from longmesh.rules.registered import registered
 from longmesh.rules.rule import Meta, OpCall
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import move, settle_lookup
-from longmesh.tensor.dispatch import replicate_plain, wrap
+from longmesh.tensor.dispatch import wrap
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_plan import Output, rule_name
+from longmesh.tensor.plain import replicate_plain
 from longmesh.tensor.propagate import choose
 from longmesh.tensor.tree import all_tensors, map_tensors
 from longmesh.tensor.view_origin import write_to_origin

@@ -17,11 +17,12 @@ from longmesh.rules.lookup import check_range
 from longmesh.rules.scatter import own_or_spare
 from longmesh.spec import Layout, MaskPartial, Partial, Placement, Replicate, Shard
 from longmesh.tensor.autograd import move
-from longmesh.tensor.dispatch import USUAL, Handler, dispatch, replicate_plain
+from longmesh.tensor.dispatch import USUAL, Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.mask_buffer import PendingLookup, settled_layout
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.ops.recut import interval
+from longmesh.tensor.plain import replicate_plain
 
 aten = torch.ops.aten
 

@@ -12,11 +12,12 @@ from longmesh.comm.intervals import Interval, exchange_intervals
 from longmesh.rules.index import slice_range
 from longmesh.spec import Coordinate, MaskPartial, Partial
 from longmesh.tensor.autograd import move
-from longmesh.tensor.dispatch import USUAL, Handler, dispatch, replicate_plain
+from longmesh.tensor.dispatch import USUAL, Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_plan import is_view
 from longmesh.tensor.ops.pieces import bind, settled
 from longmesh.tensor.ops.recut import interval, recut
+from longmesh.tensor.plain import replicate_plain
 from longmesh.tensor.view_origin import remember_origin
 
 aten = torch.ops.aten

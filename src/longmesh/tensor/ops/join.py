@@ -12,11 +12,12 @@ from longmesh.comm import comm_of
 from longmesh.comm.intervals import Interval
 from longmesh.spec import Coordinate
 from longmesh.tensor.autograd import move
-from longmesh.tensor.dispatch import USUAL, Handler, dispatch, replicate_plain
+from longmesh.tensor.dispatch import USUAL, Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.ops.index import linear_or_settled
 from longmesh.tensor.ops.pieces import bind, settled
 from longmesh.tensor.ops.recut import interval, recut
+from longmesh.tensor.plain import replicate_plain
 
 aten = torch.ops.aten
 

@@ -9,8 +9,9 @@ from torch._ops import OpOverload
 
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import move
-from longmesh.tensor.dispatch import Handler, first_mesh
+from longmesh.tensor.dispatch import Handler
 from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.plain import first_mesh
 from longmesh.tensor.tree import map_tensors
 
 aten = torch.ops.aten

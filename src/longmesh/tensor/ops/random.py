@@ -19,11 +19,12 @@ from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial
 from longmesh.tensor import distributions
 from longmesh.tensor.autograd import gradient_layout, move
-from longmesh.tensor.dispatch import Handler, first_mesh, replicate_plain
+from longmesh.tensor.dispatch import Handler
 from longmesh.tensor.distributions import Distribution
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import contiguous_stride, global_stride
 from longmesh.tensor.philox import Key
+from longmesh.tensor.plain import first_mesh, replicate_plain
 from longmesh.tensor.random import keeps_value, next_key, sample, std_of_parts
 from longmesh.tensor.tree import map_tensors
 

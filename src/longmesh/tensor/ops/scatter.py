@@ -14,8 +14,9 @@ from torch._ops import OpOverload
 
 from longmesh.spec import Replicate, Shard
 from longmesh.tensor.autograd import move
-from longmesh.tensor.dispatch import Handler, dispatch, replicate_plain
+from longmesh.tensor.dispatch import Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.plain import replicate_plain
 from longmesh.tensor.tree import map_tensors
 
 aten = torch.ops.aten

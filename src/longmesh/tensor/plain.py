@@ -1,0 +1,136 @@
+"""Plain tensors among DTensors: which are taken as equal on all ranks, and which are refused.
+
+Scalars, indices and masks are; what a decomposition or a backward makes of global values is; anything else needs a
+layout, which only its owner knows.
+"""
+
+from __future__ import annotations
+
+import math
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.errors import LongmeshError
+from longmesh.rules.lookup import can_read
+from longmesh.spec import Layout
+from longmesh.tensor.autograd import move
+from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.tree import all_tensors, map_tensors
+
+# While an op is decomposed: what its decomposition makes is the same on every rank.
+decomposing: ContextVar[bool] = ContextVar("longmesh_decomposing", default=False)
+# Whether plain tensors that meet DTensors are whole on every rank: see experimental.implicit_replication.
+taken_as_replicated: ContextVar[bool] = ContextVar("longmesh_taken_as_replicated", default=False)
+
+
+def share_mesh(tensors: list[torch.Tensor]) -> bool:
+    """Whether all are DTensors of one mesh, or plain scalars beside them."""
+    meshes = [t._mesh for t in tensors if type(t) is DTensor]
+    return (
+        len(meshes) > 0
+        and all(type(t) is DTensor or t.ndim == 0 for t in tensors)
+        and all(mesh is meshes[0] or mesh == meshes[0] for mesh in meshes)
+    )
+
+
+def first_mesh(args: Any, kwargs: Any) -> DeviceMesh:
+    found: list[DeviceMesh] = []
+    map_tensors(lambda t: found.append(t._mesh) if isinstance(t, DTensor) else None, (args, kwargs))
+    return found[0]
+
+
+def common_mesh(args: Any, kwargs: Any) -> DeviceMesh:
+    """The mesh an op runs on: of its first tensor that is no scalar; of scalars only, the smallest, since what is
+    equal on the ranks of a mesh is equal on a part of them."""
+    tensors = [t for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)]
+    for tensor in tensors:
+        if tensor.ndim:
+            return tensor._mesh
+    return min((t._mesh for t in tensors), key=lambda mesh: mesh.size())
+
+
+def writes_plain(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """An in-place op on a plain tensor that only reads scalars of a mesh: a gradient times a clipping factor."""
+    if not func._schema.is_mutable or not args or not isinstance(args[0], torch.Tensor):
+        return False
+    return not isinstance(args[0], DTensor) and not any(
+        t.ndim for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)
+    )
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor as it is, a DTensor whole."""
+    if isinstance(tensor, DTensor):
+        return move(tensor, Layout.replicated(tensor._layout.mesh))._local_tensor
+    return tensor
+
+
+def replicate_plain(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Take plain operands that must be equal on all ranks as replicated, and scalars of other meshes too."""
+    mesh = common_mesh(args, kwargs)
+    whole = Layout.replicated(mesh)
+    written = [id(kwargs.get(a.name)) for a in func._schema.arguments if a.is_out]
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            if tensor._mesh is mesh or tensor._mesh == mesh:
+                return tensor
+            if tensor.ndim:
+                raise LongmeshError(
+                    f"one op on tensors of two meshes: {mesh} and {tensor._mesh}; bring them onto one mesh first "
+                    "(full_tensor(), then distribute_tensor())"
+                )
+            tensor = value_of(tensor)
+        is_equal = id(tensor) in written or _is_equal_everywhere(tensor)
+        if not is_equal and not _is_added_mask(func, tensor) and not _is_lengths(args, tensor):
+            shapes = ", ".join(_show(t) for t in all_tensors((args, kwargs)))
+            raise LongmeshError(
+                f"{func} mixes a DTensor with a plain tensor: {shapes}. Wrap the plain one with "
+                "DTensor.from_local or distribute_tensor, so that its layout is known"
+            )
+        return DTensor(tensor, mesh, whole, tensor.shape, tensor.stride())
+
+    return map_tensors(convert, (args, kwargs))
+
+
+def _is_equal_everywhere(tensor: torch.Tensor) -> bool:
+    """Scalars, also expanded ones, indices and masks; in a backward also constants: its formulas fill tensors.
+
+    A decomposition computes from global values, so what it makes is the same on every rank.
+    """
+    if tensor.numel() <= 1 or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        return True
+    if decomposing.get() or taken_as_replicated.get():
+        return True
+    if tensor.numel() > 1 and all(
+        step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ):
+        return True
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and (not tensor.numel() or bool((tensor == tensor.flatten()[0]).all()))
+
+
+def _is_added_mask(func: OpOverload, tensor: torch.Tensor) -> bool:
+    """A mask in the form in which scores take it, 0 and -inf: attention makes that of a bool or causal mask."""
+    is_scored = func is torch.ops.aten.add.Tensor or func._schema.name.startswith("aten::_scaled_dot_product")
+    return is_scored and can_read(tensor) and bool(((tensor == 0) | (tensor == -math.inf)).all())
+
+
+def _is_lengths(args: tuple[Any, ...], tensor: torch.Tensor) -> bool:
+    """The lengths that a loss was called with, by which torch then divides it and, in the backward, its gradient."""
+    lengths = getattr(args[0], "_lengths", None) if args else None
+    if lengths is not None and can_read(tensor) and tensor.tolist() == lengths:
+        tensor._lengths = lengths  # pyright: ignore[reportAttributeAccessIssue]
+    return hasattr(tensor, "_lengths")
+
+
+def _show(tensor: torch.Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        return f"DTensor{tuple(tensor.shape)} {tensor._layout}"
+    return f"Tensor{tuple(tensor.shape)}"
