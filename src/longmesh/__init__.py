@@ -2,7 +2,6 @@
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longmesh.attention import flex_attention
 from longmesh.plan import AxisCost, CostModel, RedistributePlan, plan_redistribute
 from longmesh.spec import (
     DTensorSpec,
@@ -22,6 +21,7 @@ from longmesh.tensor import (
     distribute_module,
     distribute_tensor,
     empty,
+    flex_attention,
     full,
     get_rng_state,
     manual_seed,

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+import longmesh
+from longmesh import Replicate, Shard, distribute_tensor
 from longmesh.attention import ContextParallel, masks
 from longmesh.attention.cut_block_mask import create_block_mask_cached, rewrite_mask_mod
 from longmesh.attention.flex import create_cp_block_mask, flex_attention
@@ -248,3 +250,48 @@ def style_refusal(ranks: int) -> str:
 
 def test_the_style_says_what_it_was_given(pool):
     assert all("seq_dim=3" in text and "(1, 4, 16)" in text for text in pool.run(style_refusal, 2, ranks=2))
+
+
+def on_dtensors(mesh_shape, placements) -> dict[str, float]:
+    mesh, worst = cpu_mesh(*mesh_shape, names=("a", "b", "c")[: len(mesh_shape)]), {}
+    for mask_mod in (None, causal, documents, by_head):
+        q, k, v, slopes = inputs()
+        slopes.requires_grad_()
+        parts = [distribute_tensor(t, mesh, placements).requires_grad_() for t in (q, k, v)]
+        heads = 4 if mask_mod is by_head else None
+        whole = (
+            None
+            if mask_mod is None
+            else create_block_mask(mask_mod, None, heads, LENGTH, LENGTH, device="cpu")
+        )
+
+        def score_mod(s, b, h, i, j, slopes=slopes):
+            return s + slopes[h] * (i - j).abs()
+
+        out = longmesh.flex_attention(*parts, score_mod, whole, enable_gqa=True)
+        assert out.placements == parts[0].placements
+        out.square().sum().backward()
+        found = [t.full_tensor().detach() for t in (out, *(p.grad for p in parts))]
+        torch.distributed.all_reduce(slopes.grad)
+        expected = reference(q, k, v, mask_mod, slopes, 4)
+        copies = sum(mesh.size(a) for a, p in enumerate(placements) if p == Replicate()) or 1
+        slopes.grad /= copies
+        worst[getattr(mask_mod, "__name__", "none")] = largest_difference([*found, slopes.grad], expected)
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements"),
+    [
+        ((3,), [Shard(2)]),
+        ((2,), [Shard(1)]),
+        ((3,), [Shard(0)]),
+        ((2, 2), [Shard(1), Shard(2)]),
+        ((2, 2), [Shard(2), Shard(0)]),
+        ((2, 2), [Shard(2), Replicate()]),
+    ],
+)
+def test_dtensors_cut_over_tokens_heads_and_batch(pool, mesh_shape, placements):
+    ranks = torch.Size(mesh_shape).numel()
+    for worst in pool.run(on_dtensors, mesh_shape, placements, ranks=ranks):
+        assert max(worst.values()) < 1e-4, worst

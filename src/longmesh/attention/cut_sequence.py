@@ -76,10 +76,12 @@ class CutSequence:
             self._engines[key] = self._with_mask(own)
         return self._engines[key]
 
-    def engine_of(self, block_mask: BlockMask | None) -> ContextParallel:
+    def engine_of(self, block_mask: BlockMask | Mask | None) -> ContextParallel:
         """The engine for the mask of the sequence and that of a FlexAttention call."""
         if block_mask is None:
             return self.engine(is_causal=False)
+        if isinstance(block_mask, Mask):
+            return self._with_mask(block_mask)
         if block_mask not in self._of_block_masks:
             mask = (
                 block_mask.whole
@@ -144,7 +146,7 @@ class CutSequence:
         key: Tensor,
         value: Tensor,
         score_mod: Callable[..., Tensor] | None,
-        block_mask: BlockMask | None,
+        block_mask: BlockMask | Mask | None,
         scale: float | None,
         enable_gqa: bool,
     ) -> Tensor:

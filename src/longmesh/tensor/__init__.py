@@ -10,6 +10,7 @@ from longmesh.tensor.capture import capture
 from longmesh.tensor.dispatch import dispatch as dispatcher
 from longmesh.tensor.distribute import distribute_module, distribute_tensor
 from longmesh.tensor.factory import empty, full, ones, rand, randn, zeros
+from longmesh.tensor.flex import flex_attention
 from longmesh.tensor.ops import HANDLERS
 from longmesh.tensor.random import get_rng_state, manual_seed, set_rng_state
 
@@ -25,6 +26,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "flex_attention",
     "full",
     "get_rng_state",
     "manual_seed",

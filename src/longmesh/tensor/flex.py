@@ -1,0 +1,141 @@
+"""flex_attention on DTensors: tokens that are cut run the engine, heads and batch rows that are cut run locally.
+
+Functions of the user see the indices of the whole tensors, whatever a rank holds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
+
+from longmesh.attention import flex, masks
+from longmesh.attention.cut_sequence import CutSequence, check_heads
+from longmesh.attention.kernel.scores import captured_tensors
+from longmesh.attention.layout.base import collect
+from longmesh.attention.layout.given import Given
+from longmesh.comm import comm_of
+from longmesh.errors import LongmeshError
+from longmesh.spec import Layout, Placement, Replicate, Shard
+from longmesh.tensor.dtensor import DTensor
+
+_BATCH, _HEADS, _TOKENS = 0, 1, 2
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+) -> Tensor:
+    """torch.nn.attention.flex_attention.flex_attention, differentiable wherever tensors are, also over cut sequences.
+
+    Plain tensors: over the whole sequence of the open scope of context parallelism, else in this process alone.
+    DTensors: batch, heads or tokens may be cut, by different mesh axes; the output lies as the query does.
+    What `score_mod` captures gets its gradient; over a cut sequence each rank's share of it.
+    """
+    tensors = (query, key, value)
+    if not any(isinstance(t, DTensor) for t in tensors):
+        return flex.flex_attention(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
+        )
+    if return_lse:
+        raise LongmeshError("flex_attention on DTensors gives no return_lse; call it without")
+    for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
+        if not isinstance(tensor, DTensor):
+            raise LongmeshError(
+                f"flex_attention mixes DTensors with a plain {name} of {tuple(tensor.shape)}; wrap it with "
+                "distribute_tensor, so that its layout is known"
+            )
+    check_heads(query, key, enable_gqa)
+    q, k, v = _arranged(*tensors)  # pyright: ignore[reportArgumentType]
+    layout, coordinate = q._layout, comm_of(q._mesh).coordinate
+    offset = layout.local_offset(q.shape, coordinate)
+    cut = _cut_sequence(q._mesh, layout, int(q.shape[_TOKENS]))
+    mine, keys, values = q.to_local(), k.to_local(), v.to_local()
+    rows, heads = mine.shape[:_TOKENS]
+    if rows and heads:
+        mask = _mask_of(block_mask, offset, rows)
+        out = cut.flex(mine, keys, values, _moved(score_mod, offset), mask, scale, enable_gqa)
+    else:  # as for all ranks that share these tokens
+        out = _nothing(mine, keys, values, score_mod)
+    return DTensor.from_local(out, q._mesh, layout.placements, shape=(*q.shape[:3], v.shape[3]))
+
+
+def _arranged(q: DTensor, k: DTensor, v: DTensor) -> list[DTensor]:
+    """All three as the query lies, without pending sums and with whole head dims; heads whole where they'd part."""
+    wanted: list[Placement] = []
+    for axis, placement in enumerate(q.placements):
+        dim = placement.dim if isinstance(placement, Shard) else None
+        ranks = q.device_mesh.size(axis)
+        divides = dim != _HEADS or all(t.shape[_HEADS] % ranks == 0 for t in (q, k))
+        wanted.append(placement if dim in (_BATCH, _HEADS, _TOKENS) and divides else Replicate())
+    return [t if t.placements == tuple(wanted) else t.redistribute(placements=wanted) for t in (q, k, v)]
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] | None) -> Tensor:
+    """An output without elements, whose gradients are zeros where they have any."""
+    out = q.sum(-1, keepdim=True).expand(*q.shape[:3], v.shape[3]) + k.sum() + v.sum()
+    for tensor in captured_tensors(score_mod):
+        out = out + tensor.sum()
+    return out
+
+
+def _moved(score_mod: Callable[..., Tensor] | None, offset: tuple[Any, ...]) -> Callable[..., Tensor] | None:
+    """`score_mod` for this rank's batch rows and heads."""
+    b0, h0 = int(offset[_BATCH]), int(offset[_HEADS])
+    if score_mod is None or not (b0 or h0):
+        return score_mod
+    return lambda score, b, h, q_idx, kv_idx: score_mod(score, b + b0, h + h0, q_idx, kv_idx)
+
+
+def _mask_of(
+    block_mask: BlockMask | None, offset: tuple[Any, ...], rows: int
+) -> BlockMask | masks.Mask | None:
+    """The mask for this rank's batch rows and heads."""
+    if block_mask is None or tuple(block_mask.kv_num_blocks.shape[:2]) == (1, 1):
+        return block_mask
+    b0, h0 = int(offset[_BATCH]), int(offset[_HEADS])
+    if not (b0 or h0) and rows == block_mask.kv_num_blocks.shape[0]:
+        return block_mask
+    own, batch = block_mask.mask_mod, block_mask.kv_num_blocks.shape[0]
+    return masks.mask_mod(
+        lambda b, h, q_idx, kv_idx: own(b + b0, h + h0, q_idx, kv_idx), rows=rows if batch > 1 else 1
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _cut_sequence(mesh: DeviceMesh, layout: Layout, seq_len: int) -> CutSequence:
+    axes = layout.cuts(_TOKENS)
+    if not axes:
+        return CutSequence(None, seq_len=seq_len, layout="contiguous")
+    if len(axes) > 1 and len(axes) < mesh.ndim:
+        raise LongmeshError(
+            f"flex_attention: tokens are cut by {len(axes)} of {mesh.ndim} mesh axes; cut them by one, or by all"
+        )
+    names = mesh.mesh_dim_names
+    if mesh.ndim > 1 and names is None:
+        raise LongmeshError(
+            "flex_attention on a mesh of several axes needs their names: init_device_mesh(..., mesh_dim_names=...)"
+        )
+    part = mesh if len(axes) == mesh.ndim or names is None else mesh[names[axes[0]]]  # pyright: ignore[reportGeneralTypeIssues]
+    owned: list[tuple[int, int, int]] = []
+    for rank, where in enumerate(comm_of(part).shape.coordinates()):
+        inside = [0] * mesh.ndim
+        for axis, index in zip(sorted(axes), where, strict=True):
+            inside[axis] = index
+        start, length = layout.interval(_TOKENS, seq_len, tuple(inside))
+        owned.append((int(start), int(start) + int(length), rank))
+    ownership = collect(seq_len, part.size(), owned)
+    return CutSequence(
+        part, seq_len=seq_len, layout=Given(ownership), exchange="ring" if part.ndim == 1 else "auto"
+    )
