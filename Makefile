@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench docs
 
 demo: $(READY)
 	@$(BIN)/longmesh train --ranks 2 --seq-len 16384 --mask documents --exchange auto --compare \
@@ -22,6 +22,14 @@ lint: $(READY)
 
 bench: $(READY)
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+# The pages of docs/files are made from the sources first; the site is build/site/index.html.
+docs: $(READY)
+	@$(BIN)/python -c 'import mkdocs, mkdocstrings' 2>/dev/null || \
+		$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@PYTHONPATH=tools $(BIN)/python -m repodocs . --out docs/files
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "site: build/site/index.html"
 
 # The constraints pin torch: without them pip may bring gigabytes of accelerator packages.
 $(READY): pyproject.toml constraints.txt
