@@ -18,6 +18,8 @@ UNBOUNDED = 1 << 62
 
 
 class Block(NamedTuple):
+    """A rectangle of query and key rows in which the pairs with `lo <= key - query <= hi` are visible."""
+
     q_start: int
     q_stop: int
     k_start: int

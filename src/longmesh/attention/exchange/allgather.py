@@ -25,6 +25,8 @@ def shards_from(rank: np.ndarray, piece: np.ndarray, owned: Ownership) -> np.nda
 
 @dataclasses.dataclass(frozen=True)
 class AllGather(Exchange):
+    """Every shard to every rank, in one stage."""
+
     def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
         if len(remote) == 0:
             return remote

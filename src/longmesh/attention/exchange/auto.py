@@ -10,5 +10,7 @@ from longmesh.attention.layout.base import Ownership
 
 @dataclasses.dataclass(frozen=True)
 class AutoExchange(Exchange):
+    """The exchange that the cost model finds fastest; planning puts it in place of this."""
+
     def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
         raise AssertionError("planning replaces AutoExchange by the exchange it chose")

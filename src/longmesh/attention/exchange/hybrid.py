@@ -19,6 +19,8 @@ from longmesh.errors import LongmeshError
 
 @dataclasses.dataclass(frozen=True)
 class Hybrid(Exchange):
+    """Ulysses inside groups of ranks, `outer` between the groups."""
+
     outer: Exchange = Sparse()  # noqa: RUF009 (frozen)
     splits_heads = True
 

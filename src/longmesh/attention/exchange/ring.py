@@ -33,6 +33,8 @@ def stretches(remote: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Ring(Exchange):
+    """Shards go from rank to rank, each as far as somebody still needs it."""
+
     relays = True
 
     def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:

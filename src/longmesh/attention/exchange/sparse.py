@@ -16,6 +16,8 @@ from longmesh.attention.layout.base import Ownership
 
 @dataclasses.dataclass(frozen=True)
 class Sparse(Exchange):
+    """To each rank the keys that its queries see and it does not own, each once."""
+
     stages_at_most: int = 2
     min_tokens: int = 1024  # a stage that would bring fewer to every rank is not worth a collective
 

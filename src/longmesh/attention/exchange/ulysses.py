@@ -59,6 +59,8 @@ def _parts(start: int, stop: int, group: int) -> tuple[HeadPart, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Ulysses(Exchange):
+    """Sequence shards become head shards by an all-to-all; attention is local then."""
+
     splits_heads = True
 
     def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:

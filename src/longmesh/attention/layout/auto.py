@@ -10,6 +10,8 @@ from longmesh.attention.layout.base import Layout, Ownership, Workload
 
 @dataclasses.dataclass(frozen=True)
 class Auto(Layout):
+    """The layout that the cost model finds fastest; planning puts it in place of this."""
+
     follows_mask = True
 
     def assign(self, work: Workload, ranks: int) -> Ownership:

@@ -11,6 +11,8 @@ from longmesh.attention.layout.base import Layout, Ownership, Workload, collect,
 
 @dataclasses.dataclass(frozen=True)
 class Contiguous(Layout):
+    """One stretch of the sequence for each rank."""
+
     def assign(self, work: Workload, ranks: int) -> Ownership:
         bounds = even_bounds(work.seq_len, ranks)
         return collect(work.seq_len, ranks, [(bounds[r], bounds[r + 1], r) for r in range(ranks)])

@@ -14,6 +14,8 @@ from longmesh.attention.layout.zigzag import zigzag_parts
 
 @dataclasses.dataclass(frozen=True)
 class PerDocument(Layout):
+    """Every document cut head-tail over all ranks."""
+
     follows_mask = True
 
     def assign(self, work: Workload, ranks: int) -> Ownership:

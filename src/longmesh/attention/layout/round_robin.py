@@ -16,6 +16,8 @@ from longmesh.attention.mask.slices import keys_per_query
 
 @dataclasses.dataclass(frozen=True)
 class RoundRobin(Layout):
+    """Chunks sorted by their work, dealt to the ranks there and back."""
+
     follows_mask = True
 
     def assign(self, work: Workload, ranks: int) -> Ownership:

@@ -24,6 +24,8 @@ DEAR_QUERY = 2.0  # from this cost of a query in keys on, less is computed away 
 
 @dataclasses.dataclass(frozen=True)
 class Solve(Layout):
+    """Equal tokens, equal area and little traffic; some blocks are computed away from home."""
+
     follows_mask = True
 
     def assign(self, work: Workload, ranks: int) -> Ownership:

@@ -11,6 +11,8 @@ from longmesh.attention.layout.base import Layout, Ownership, Workload, collect
 
 @dataclasses.dataclass(frozen=True)
 class Striped(Layout):
+    """Token t belongs to rank t % n."""
+
     def assign(self, work: Workload, ranks: int) -> Ownership:
         owned: list[tuple[int, int, int]] = []
         at = 0

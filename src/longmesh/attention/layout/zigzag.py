@@ -29,5 +29,7 @@ def zigzag_parts(start: int, stop: int, ranks: int, first: int = 0) -> list[tupl
 
 @dataclasses.dataclass(frozen=True)
 class Zigzag(Layout):
+    """Of 2n parts rank r owns part r and part 2n - 1 - r: the head-tail cut."""
+
     def assign(self, work: Workload, ranks: int) -> Ownership:
         return collect(work.seq_len, ranks, zigzag_parts(0, work.seq_len, ranks))
