@@ -15,8 +15,9 @@ def file_page(repository: Repository, file: File, cycle: list[str]) -> str:
     here = md.page_of(file.path)
     folder = md.link(md.code(file.folder or repository.name), md.index_of(file.folder), here)
     lines = [
-        GENERATED,
         f"# {md.code(file.path)}",
+        "",
+        GENERATED,
         "",
         f"In {folder} · module {md.code(file.source.module) or 'of the folder itself'}",
         "",

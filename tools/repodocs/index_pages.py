@@ -15,7 +15,7 @@ def folder_page(repository: Repository, folder: str, rooms: Rooms | None) -> str
     """What lives in a folder and where its imports go; `rooms` is the picture to show, if there is one."""
     here = md.index_of(folder)
     title = md.code(folder or repository.name)
-    lines = [GENERATED, f"# {title}", ""]
+    lines = [f"# {title}", "", GENERATED, ""]
     if folder:
         parent = folder_of(folder)
         lines += [f"In {md.link(md.code(parent or repository.name), md.index_of(parent), here)}", ""]
@@ -38,7 +38,7 @@ def symbols_page(repository: Repository) -> str:
             for symbol, anchor in anchors(file):
                 target = md.link(md.code(file.path), md.page_of(file.path), SYMBOLS, anchor)
                 found.setdefault(symbol.name, []).append(f"{symbol.kind} in {target}")
-    lines = [GENERATED, "# Symbols", "", *([] if found else ["There are none."])]
+    lines = ["# Symbols", "", GENERATED, "", *([] if found else ["There are none."])]
     letter = ""
     for name in sorted(found, key=lambda n: (n.lstrip("_").lower(), n)):
         first = name.lstrip("_")[:1].upper() or "_"

@@ -1,0 +1,44 @@
+"""The site leaves out no public name and no page, as far as that can be told without building it."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# Torch's own, and a module that has a page to itself.
+ELSEWHERE = {"DeviceMesh", "init_device_mesh", "masks"}
+REFERENCE = {
+    "longmesh": ("tensor", "attention"),
+    "longmesh.attention": ("attention",),
+    "longmesh.attention.masks": ("masks",),
+    "longmesh.checkpoint": ("checkpoint",),
+    "longmesh.debug": ("debug",),
+    "longmesh.experimental": ("experimental",),
+    "longmesh.parallel": ("parallel",),
+    "longmesh.testing": ("testing",),
+}
+
+
+@pytest.mark.parametrize("module", REFERENCE)
+def test_the_reference_has_every_public_name(module):
+    text = "\n".join((DOCS / "reference" / f"{page}.md").read_text() for page in REFERENCE[module])
+    documented = set(re.findall(r"^::: longmesh[\w.]*\.(\w+)$", text, re.MULTILINE))
+    assert set(importlib.import_module(module).__all__) - ELSEWHERE - documented == set()
+
+
+def test_what_the_reference_names_exists():
+    for page in (DOCS / "reference").glob("*.md"):
+        for module, name in re.findall(r"^::: (longmesh[\w.]*)\.(\w+)$", page.read_text(), re.MULTILINE):
+            assert hasattr(importlib.import_module(module), name), f"{page.name}: {module}.{name}"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    listed = set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
+    written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert {name for name in written if not name.startswith("files/")} == {
+        name for name in listed if not name.startswith("files/")
+    }
