@@ -11,8 +11,12 @@ demo: $(READY)
 	@$(BIN)/longmesh train --ranks 2 --seq-len 16384 --mask documents --exchange auto --compare \
 		--steps 20 --dim 64 --heads 2 --kv-heads 1 --out build/demo
 
+# Two at a time, since a test on ranks leaves cores idle while it waits; the second one's output comes at the end.
 test: $(READY)
-	@$(BIN)/pytest
+	@mkdir -p build
+	@$(BIN)/pytest tests/ranks > build/ranks.log 2>&1 & ranks=$$!; \
+	$(BIN)/pytest tests/pure tests/e2e; others=$$?; \
+	wait $$ranks; status=$$?; cat build/ranks.log; exit $$((status + others))
 
 lint: $(READY)
 	@$(BIN)/ruff format --check .
