@@ -195,3 +195,12 @@ def test_longmesh_never_imports_it():
     assert not [
         p for p in package.rglob("*.py") if re.search(r"^\s*(import|from) repodocs", p.read_text(), re.M)
     ]
+
+
+def test_our_own_sources(tmp_path):
+    sources = Path(__file__).parents[3] / "src"
+    outcome = build(sources, tmp_path)
+    assert outcome.problems == () and dead_links(tmp_path) == []
+    assert all((tmp_path / f"{path.relative_to(sources)}.md").is_file() for path in sources.rglob("*.py"))
+    rooms = (tmp_path / "longmesh/index.md").read_text()
+    assert "`tensor` imports `attention`" in rooms and "Cycle between rooms" not in rooms
