@@ -119,9 +119,9 @@ def measure(rounds: int) -> dict[str, tuple[float, float]]:
         mine, theirs = warm_ops(longmesh, mesh), warm_ops(reference, mesh)
         for name in mine:
             rows[name] = time_pair(mine[name], theirs[name], 20, 40 * rounds)
-        rows["cold, 1-D mesh"] = time_pair(cold_ops(longmesh, mesh, 8), cold_ops(reference, mesh, 8), 4, 3)
+        rows["cold, 1-D mesh"] = time_pair(cold_ops(longmesh, mesh, 8), cold_ops(reference, mesh, 8), 2, 15)
         cube = init_device_mesh("cpu", (1, 1, world))
-        rows["cold, 3-D mesh"] = time_pair(cold_ops(longmesh, cube, 8), cold_ops(reference, cube, 8), 2, 2)
+        rows["cold, 3-D mesh"] = time_pair(cold_ops(longmesh, cube, 8), cold_ops(reference, cube, 8), 2, 6)
     rows["MLP forward + backward"] = time_pair(
         mlp_step(longmesh, mesh), mlp_step(reference, mesh), 2, 20 * rounds
     )
