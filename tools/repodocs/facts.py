@@ -82,7 +82,7 @@ def facts_of(text: str) -> Facts:
     except SyntaxError as error:
         return Facts(problem=f"The file does not parse: {error.msg} (line {error.lineno or '?'}).")
     except (ValueError, RecursionError, MemoryError) as error:
-        return Facts(problem=f"The file does not parse: {error or type(error).__name__}.")
+        return Facts(problem=f"The file does not parse: {str(error) or type(error).__name__}.")
 
 
 def first_line(doc: str) -> str:
