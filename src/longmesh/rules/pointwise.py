@@ -299,4 +299,4 @@ def _dense(shape: tuple[int, ...], slow_to_fast: Sequence[int]) -> OutMeta:
 
 def pointwise(first: RuleFunction, *others: RuleFunction) -> Rule:
     """The rule of a pointwise op: the lines of all kinds that it is of."""
-    return Rule(together(first, *others) if others else first, pointwise_meta)
+    return Rule(together(first, *others) if others else first, pointwise_meta, reads_sizes=False)

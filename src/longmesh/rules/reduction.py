@@ -88,7 +88,7 @@ def on_identity(call: OpCall, view: LocalView, value: Any) -> Callable[..., Any]
 
 def reducing(*pending: Partial, through: Sequence[Partial] = ()) -> Rule:
     """A reduction whose local call knows what to do with nothing (sum, any, count_nonzero)."""
-    return Rule(lambda call: reduce_lines(call, pending, through), reduced_meta)
+    return Rule(lambda call: reduce_lines(call, pending, through), reduced_meta, reads_sizes=False)
 
 
 def extremum(pending: Partial) -> Rule:

@@ -146,12 +146,15 @@ class Rule:
     rank (tensors stay `Meta`s in their places); where it is None they are passed on as they are.
     `local_op(call, view)` gives what a rank calls instead of the op (a mean that counts the whole, a maximum
     of nothing), or None for the op itself; it takes the op's arguments and never communicates.
+    `reads_sizes`: whether the lines depend on more of a size than whether it is 0, 1 or larger; where they don't, a
+    new shape is no new search.
     """
 
     axis_rules: RuleFunction
     out_meta: OutFunction | None = None
     local_args: LocalArgs | None = None
     local_op: LocalOp | None = None
+    reads_sizes: bool = True
 
 
 def line(inputs: Sequence[Placement], outputs: Sequence[Placement] | Placement, **extra: Any) -> AxisRule:

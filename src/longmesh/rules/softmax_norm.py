@@ -136,8 +136,8 @@ def group_norm_args(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dic
     return tuple(args), {}
 
 
-SOFTMAX = Rule(softmax_lines, same_shape)
-SOFTMAX_BACKWARD = Rule(softmax_backward_lines, same_shape)
+SOFTMAX = Rule(softmax_lines, same_shape, reads_sizes=False)
+SOFTMAX_BACKWARD = Rule(softmax_backward_lines, same_shape, reads_sizes=False)
 LAYER_NORM = Rule(layer_norm_lines, layer_norm_meta)
 LAYER_NORM_BACKWARD = Rule(layer_norm_backward_lines, layer_norm_backward_meta)
 

@@ -88,12 +88,13 @@ class Dispatcher:
             else:
                 local_args.append(describe(value, parts, table.reads_floats))
         local_kwargs = describe_named(kwargs, parts, table.reads_floats) if kwargs else {}
+        key: tuple[Any, ...] | None = tuple(parts)
         try:
-            plan = table.usual.get(tuple(parts))
+            plan = table.usual.get(key)
         except TypeError:  # symbolic sizes don't hash
-            plan = None
+            plan = key = None
         if plan is None:
-            return self._first_time(table, args, kwargs or {})
+            return self._first_time(table, args, kwargs or {}, key)
         if not plan.is_plain:
             return self._execute(plan, func, args, kwargs or {})
         local = plan.local_call(*local_args, **local_kwargs)  # pyright: ignore[reportOptionalCall]
@@ -120,15 +121,17 @@ class Dispatcher:
         """Drop what is known of an op whose rule or handler has changed."""
         self.tables.pop(id(func), None)
 
-    def _first_time(self, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first_time(
+        self, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...] | None
+    ) -> Any:
         """A call whose like was not seen, or that a handler carries out each time."""
         func, result = table.func, USUAL
         if table.handler is not None:
             result = table.handler(func, args, kwargs)
         if result is USUAL:
-            return self._run(table, args, kwargs, is_usual=True)
+            return self._run(table, args, kwargs, key)
         if type(result) is OpPlan:
-            self._keep(result, table, args, kwargs, is_usual=True)
+            self._keep(result, table, args, kwargs, key)
             return self._execute(result, func, args, kwargs)
         if type(result) is DTensor and result._origin is not None and args and result is args[0]:
             write_to_origin(result, move)
@@ -144,45 +147,52 @@ class Dispatcher:
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run by rule, decomposition or replication, without looking for a handler."""
-        return self._run(self.tables.get(id(func)) or self._table(func), args, kwargs, is_usual=False)
+        return self._run(self.tables.get(id(func)) or self._table(func), args, kwargs, None)
 
-    def _run(self, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_usual: bool) -> Any:
-        func = table.func
-        try:
-            plan = table.plans.get(exact_key(args, kwargs))
-        except TypeError:
-            plan = None
+    def _run(
+        self, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...] | None
+    ) -> Any:
+        """`key`: under which the plan is to be found as a usual one; None for a handler's own calls."""
+        func, plan = table.func, None
+        if key is None or not table.reads_floats:
+            with contextlib.suppress(TypeError):
+                plan = table.plans.get(exact_key(args, kwargs))
         if plan is None:
-            if writes_plain(func, args, kwargs):
+            if func._schema.is_mutable and writes_plain(func, args, kwargs):
                 args, kwargs = map_tensors(value_of, (args, kwargs))
                 return func(*args, **kwargs)
             tensors = all_tensors((args, kwargs))
             if not share_mesh(tensors):
                 args, kwargs = replicate_plain(func, args, kwargs)
-                return self._run(table, args, kwargs, is_usual=False)
+                return self._run(table, args, kwargs, None)
             if all(type(t) is DTensor for t in tensors):
                 plan = make_plan(func, args, kwargs, first_mesh(args, kwargs))
             else:
                 whole_args, whole_kwargs = replicate_plain(func, args, kwargs)
                 plan = make_plan(func, whole_args, whole_kwargs, first_mesh(args, kwargs))
                 plan = replace(plan, has_numbers=True)
-            self._keep(plan, table, args, kwargs, is_usual=is_usual)
+            self._keep(plan, table, args, kwargs, key)
         return self._execute(plan, func, args, kwargs)
 
     def _keep(
-        self, plan: OpPlan, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_usual: bool
+        self,
+        plan: OpPlan,
+        table: OpTable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: tuple[Any, ...] | None,
     ) -> None:
-        """Remember a plan for calls alike, where there can be any."""
+        """Remember a plan for calls alike, where there can be any: as a usual one under `key`, if given."""
         helds = [t._held for t in all_tensors((args, kwargs)) if type(t) is DTensor]
         if any(held.is_symbolic for held in helds):
             return
         if not table.reads_floats and (plan.rewritten or any(held.layout.partial_axes for held in helds)):
-            is_usual = False
-        plans = table.usual if is_usual else table.plans
+            key = None
+        plans = table.plans if key is None else table.usual
         if len(plans) >= _MAX_PLANS:
             plans.clear()
         with contextlib.suppress(TypeError):  # symbolic sizes don't hash
-            plans[exact_key(args, kwargs, table.reads_floats or not is_usual)] = plan
+            plans[exact_key(args, kwargs) if key is None else key] = plan
 
     def _execute(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.is_plain:

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from longmesh.comm import MeshComm, comm_of
-from longmesh.rules import LocalView, Meta, OpCall, OutMeta, find_rule
+from longmesh.rules import LocalView, Meta, OpCall, OutMeta, Rule, find_rule
 from longmesh.spec import Layout
 from longmesh.tensor.held import Held
-from longmesh.tensor.propagate import choose
+from longmesh.tensor.propagate import Choice, choose
 from longmesh.tensor.tree import map_tensors
 
 
@@ -86,6 +86,48 @@ def facts_of(func: OpOverload) -> OpFacts:
     )
 
 
+class Choices:
+    """Choices that hold whatever the sizes: of rules that don't read them, where no input has to move."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Choice] = {}
+
+    def find(
+        self, rule: Rule, call: OpCall, layouts: tuple[Layout, ...], pinned: int | None
+    ) -> Choice | None:
+        if rule.reads_sizes or any(type(n) is not int for meta in call.tensors for n in meta.shape):
+            return choose(call, rule.axis_rules(call), layouts, pinned)
+        key = (call.func, pinned, layouts, _pattern(call.args), _pattern(call.kwargs))
+        try:
+            known = self._known.get(key)
+        except TypeError:  # a symbol among the arguments
+            return choose(call, rule.axis_rules(call), layouts, pinned)
+        if known is None:
+            known = choose(call, rule.axis_rules(call), layouts, pinned)
+            if known is None or known.inputs != layouts or any(entry.even for entry in known.lines):
+                return known
+            if len(self._known) >= _MAX_CHOICES:
+                self._known.clear()
+            self._known[key] = known
+        return known
+
+
+_MAX_CHOICES = 1 << 14
+choices = Choices()
+
+
+def _pattern(value: Any) -> Any:
+    """An argument without the sizes: of a tensor its dtype, and which dims are 0, 1 or larger."""
+    kind = type(value)
+    if kind is Meta:
+        return value.dtype, tuple([n if n < 2 else 2 for n in value.shape])
+    if kind is list or kind is tuple:
+        return tuple([_pattern(v) for v in value])
+    if kind is dict:
+        return tuple([(name, _pattern(v)) for name, v in value.items()])
+    return kind, value
+
+
 def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> OpPlan:
     """Plan an op call whose tensor arguments are all DTensors. Pure."""
     facts = facts_of(func)
@@ -107,7 +149,7 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], m
     call = OpCall(functional or func, meta_args, meta_kwargs, tuple(metas))
     outputs = rule.out_meta(call) if rule.out_meta is not None else run_on_meta(call)
     call = OpCall(call.func, meta_args, meta_kwargs, call.tensors, outputs)
-    choice = choose(call, rule.axis_rules(call), tuple(layouts), pinned=None if functional is None else 0)
+    choice = choices.find(rule, call, tuple(layouts), None if functional is None else 0)
     if choice is None or (functional is not None and outputs[0].shape != metas[0].shape):
         return OpPlan(functional=functional)
     results = tuple(Output(mesh, y, m.shape, m.stride) for y, m in zip(choice.outputs, outputs, strict=True))
