@@ -14,6 +14,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class CutSequence:
             mesh, seq_len=seq_len, mask=mask or masks.causal(), layout=layout, exchange=exchange
         )
         self._engines: dict[object, ContextParallel] = {"causal" if mask is None else None: self.lead}
-        self._of_block_masks: weakref.WeakKeyDictionary[BlockMask, ContextParallel] = (
+        self._of_block_masks: weakref.WeakKeyDictionary[BlockMask, dict[tuple[Any, ...], ContextParallel]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -76,20 +77,19 @@ class CutSequence:
             self._engines[key] = self._with_mask(own)
         return self._engines[key]
 
-    def engine_of(self, block_mask: BlockMask | Mask | None) -> ContextParallel:
-        """The engine for the mask of the sequence and that of a FlexAttention call."""
+    def engine_of(
+        self, block_mask: BlockMask | None, first: tuple[int, int] = (0, 0), rows: int = 1
+    ) -> ContextParallel:
+        """The engine for the mask of the sequence and that of a FlexAttention call.
+
+        `first`: the batch row and head of the BlockMask at which this rank's begin; `rows`: how many it has.
+        """
         if block_mask is None:
             return self.engine(is_causal=False)
-        if isinstance(block_mask, Mask):
-            return self._with_mask(block_mask)
-        if block_mask not in self._of_block_masks:
-            mask = (
-                block_mask.whole
-                if isinstance(block_mask, CutBlockMask)
-                else masks.from_block_mask(block_mask)
-            )
-            self._of_block_masks[block_mask] = self._with_mask(mask)
-        return self._of_block_masks[block_mask]
+        engines = self._of_block_masks.setdefault(block_mask, {})
+        if (first, rows) not in engines:
+            engines[first, rows] = self._with_mask(_mask_of(block_mask, first, rows))
+        return engines[first, rows]
 
     def _with_mask(self, mask: Mask | None) -> ContextParallel:
         parts = [m for m in (self._mask, mask) if m is not None]
@@ -146,14 +146,20 @@ class CutSequence:
         key: Tensor,
         value: Tensor,
         score_mod: Callable[..., Tensor] | None,
-        block_mask: BlockMask | Mask | None,
+        block_mask: BlockMask | None,
         scale: float | None,
         enable_gqa: bool,
+        first: tuple[int, int] = (0, 0),
     ) -> Tensor:
-        """FlexAttention over the whole sequence, of this rank's queries. Collective."""
+        """FlexAttention over the whole sequence, of this rank's queries. Collective.
+
+        `first`: which batch row and head of the BlockMask this rank's first ones are.
+        """
         self._check_lengths(query, key, value)
         check_heads(query, key, enable_gqa)
-        return self.engine_of(block_mask)(query, key, value, scale=scale, score_mod=score_mod)
+        return self.engine_of(block_mask, first, query.shape[0])(
+            query, key, value, scale=scale, score_mod=score_mod
+        )
 
     def _check_lengths(self, *tensors: Tensor) -> None:
         lengths = [t.shape[-2] for t in tensors]
@@ -188,6 +194,19 @@ class CutSequence:
             return int(seed)
         device = "cpu" if group.is_gloo else self.mesh.device_type
         return int(collectives.all_gather(seed.view(1).to(device), group=group)[0])
+
+
+def _mask_of(block_mask: BlockMask, first: tuple[int, int], rows: int) -> Mask:
+    """The mask of a BlockMask for `rows` batch rows, from the row and head `first` on."""
+    if isinstance(block_mask, CutBlockMask):
+        return block_mask.whole
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    if (batch, heads) == (1, 1) or (first == (0, 0) and batch in (1, rows)):
+        return masks.from_block_mask(block_mask)
+    (row, head), own = first, block_mask.mask_mod
+    return masks.mask_mod(
+        lambda b, h, q_idx, kv_idx: own(b + row, h + head, q_idx, kv_idx), rows=rows if batch > 1 else 1
+    )
 
 
 def check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
-from longmesh.attention import flex, masks
+from longmesh.attention import flex
 from longmesh.attention.cut_sequence import CutSequence, check_heads
 from longmesh.attention.kernel.scores import captured_tensors
 from longmesh.attention.layout.base import collect
@@ -64,8 +64,8 @@ def flex_attention(
     mine, keys, values = q.to_local(), k.to_local(), v.to_local()
     rows, heads = mine.shape[:_TOKENS]
     if rows and heads:
-        mask = _mask_of(block_mask, offset, rows)
-        out = cut.flex(mine, keys, values, _moved(score_mod, offset), mask, scale, enable_gqa)
+        first = int(offset[_BATCH]), int(offset[_HEADS])
+        out = cut.flex(mine, keys, values, _moved(score_mod, first), block_mask, scale, enable_gqa, first)
     else:  # as for all ranks that share these tokens
         out = _nothing(mine, keys, values, score_mod)
     return DTensor.from_local(out, q._mesh, layout.placements, shape=(*q.shape[:3], v.shape[3]))
@@ -90,27 +90,12 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] |
     return out
 
 
-def _moved(score_mod: Callable[..., Tensor] | None, offset: tuple[Any, ...]) -> Callable[..., Tensor] | None:
+def _moved(score_mod: Callable[..., Tensor] | None, first: tuple[int, int]) -> Callable[..., Tensor] | None:
     """`score_mod` for this rank's batch rows and heads."""
-    b0, h0 = int(offset[_BATCH]), int(offset[_HEADS])
-    if score_mod is None or not (b0 or h0):
+    if score_mod is None or first == (0, 0):
         return score_mod
+    b0, h0 = first
     return lambda score, b, h, q_idx, kv_idx: score_mod(score, b + b0, h + h0, q_idx, kv_idx)
-
-
-def _mask_of(
-    block_mask: BlockMask | None, offset: tuple[Any, ...], rows: int
-) -> BlockMask | masks.Mask | None:
-    """The mask for this rank's batch rows and heads."""
-    if block_mask is None or tuple(block_mask.kv_num_blocks.shape[:2]) == (1, 1):
-        return block_mask
-    b0, h0 = int(offset[_BATCH]), int(offset[_HEADS])
-    if not (b0 or h0) and rows == block_mask.kv_num_blocks.shape[0]:
-        return block_mask
-    own, batch = block_mask.mask_mod, block_mask.kv_num_blocks.shape[0]
-    return masks.mask_mod(
-        lambda b, h, q_idx, kv_idx: own(b + b0, h + h0, q_idx, kv_idx), rows=rows if batch > 1 else 1
-    )
 
 
 @functools.lru_cache(maxsize=256)
