@@ -2,11 +2,14 @@
 
 It adds one thing: an exception is written down, with its time, in the error file that the launcher
 reads, in torchelastic's format, and not printed; the launcher prints the first one, last and whole.
+A rank that fails then ends without taking the interpreter down piece by piece: its process groups still
+have threads, and their teardown aborts the process now and then.
 
 Pitfall: it is started by its path and imports nothing but the standard library, so that the script still
 decides what is imported first and with which settings.
 """
 
+import atexit
 import ctypes
 import faulthandler
 import json
@@ -27,19 +30,32 @@ def main() -> None:
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     faulthandler.enable()
     die_with_launcher()
+    failures: list[int] = []
+    atexit.register(leave_if_failed, failures)  # the first one registered runs last
     try:
         runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt:
+        failures.append(INTERRUPTED)
         sys.exit(INTERRUPTED)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             code = leaving.code & 0xFF if isinstance(leaving.code, int) else 1
+            failures.append(code)
             record_failure(code, f"SystemExit: {leaving.code}", "")
         raise
     except BaseException as error:
+        failures.append(1)
         sys.stdout.flush()
         record_failure(1, f"{type(error).__name__}: {error}", format_from(script, error))
         sys.exit(1)
+
+
+def leave_if_failed(failures: list[int]) -> None:
+    """The end of a rank that failed, after the script's own exit functions."""
+    if failures:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failures[0])
 
 
 def die_with_launcher() -> None:
