@@ -4,18 +4,53 @@ A user's mistake is a `LongmeshError` (a `ValueError`): its text says what was g
 allowed, and the cheapest fix. A broken invariant of our own is an `AssertionError`.
 """
 
+__all__ = ["CheckpointError", "CollectiveError", "LongmeshError", "NotDistributedError"]
+
 
 class LongmeshError(ValueError):
-    """A wrong argument, found before the first byte moves and on every rank alike."""
+    """A wrong argument, found before the first byte moves and on every rank alike.
+
+    >>> Shard("rows")
+    Traceback (most recent call last):
+        ...
+    longmesh.errors.LongmeshError: Shard(dim) takes an int, got 'rows'; write e.g. Shard(0)
+    """
 
 
 class NotDistributedError(RuntimeError):
-    """A collective was asked for where no process group, or no rank of this mesh, exists."""
+    """A collective was asked for where no process group, or no rank of this mesh, exists.
+
+    >>> from longmesh.debug import desync_check
+    >>> with desync_check():  # in a process that is no rank
+    ...     pass
+    Traceback (most recent call last):
+        ...
+    longmesh.errors.NotDistributedError: desync_check compares ranks, and there is no process group: ...
+    """
 
 
 class CollectiveError(RuntimeError):
-    """A collective that did not end, or that the ranks did not enter alike."""
+    """A collective that did not end, or that the ranks did not enter alike.
+
+    >>> from longmesh.debug import desync_check
+    >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    >>> total = x.sum()
+    >>> with desync_check():
+    ...     x.full_tensor() if mesh.get_local_rank() == 0 else total.item()
+    Traceback (most recent call last):
+        ...
+    longmesh.errors.CollectiveError: desync over axis 0 (ranks 0, 1): ...
+      rank 0: all_to_all of float32, sending [0, 3] and receiving [0, 2], at ...
+      rank 1: all_reduce of () float32 at ...
+    """
 
 
 class CheckpointError(LongmeshError):
-    """A checkpoint that can't be written, or does not fit what is to be loaded, or is damaged."""
+    """A checkpoint that can't be written, or does not fit what is to be loaded, or is damaged.
+
+    >>> from longmesh.checkpoint import load
+    >>> load({"step": 0}, "nowhere")
+    Traceback (most recent call last):
+        ...
+    longmesh.errors.CheckpointError: there is no checkpoint at nowhere: it has no file .metadata
+    """

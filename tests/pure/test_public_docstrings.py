@@ -1,43 +1,37 @@
-"""Every public name has a docstring of its own, neither inherited nor written by a dataclass for itself."""
+"""Every public name has a docstring of its own, and in it an example; tests/ranks/test_public_examples.py runs them."""
 
+import dataclasses
 import importlib
-import inspect
 
 import pytest
 
-MODULES = [
-    "longmesh",
-    "longmesh.attention",
-    "longmesh.attention.masks",
-    "longmesh.checkpoint",
-    "longmesh.debug",
-    "longmesh.experimental",
-    "longmesh.parallel",
-    "longmesh.testing",
-]
-# A number has no docstring: the module of blocks says what it means.
-CONSTANTS = {"UNBOUNDED"}
-
-
-def own_docstring(name: str, value: object) -> str:
-    """The docstring that was written for `value`."""
-    if not (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)):
-        return ""
-    doc = value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
-    return "" if doc is None or doc.startswith(f"{name}(") else doc.strip()
+from support.public_names import CONSTANTS, MODULES, docstring_of, own_docstring, public_names
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_name_has_a_docstring(module):
     public = importlib.import_module(module)
     assert (public.__doc__ or "").strip()
-    bare = [name for name in public.__all__ if not own_docstring(name, getattr(public, name))]
-    assert set(bare) <= CONSTANTS
+    assert [name for name in public_names(module) if not docstring_of(module, name)] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_has_an_example_after_its_contract(module):
+    docstrings = {name: docstring_of(module, name) for name in public_names(module)}
+    assert [name for name, doc in docstrings.items() if ">>> " not in doc or doc.startswith(">>>")] == []
+
+
+def test_the_count():
+    counts = {module: len(public_names(module)) for module in MODULES}
+    assert all(counts.values()) and sum(counts.values()) >= 110, counts
+
+
+def test_constants_are_numbers():
+    attention = importlib.import_module("longmesh.attention")
+    assert all(isinstance(getattr(attention, name), int) for name in CONSTANTS)
 
 
 def test_what_a_dataclass_or_a_parent_says_does_not_count():
-    import dataclasses
-
     class Parent:
         """Said."""
 

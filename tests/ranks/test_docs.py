@@ -5,11 +5,12 @@ A block that a fence of ```output follows prints exactly that on rank 0, and any
 
 import contextlib
 import io
-import os
 import re
 from pathlib import Path
 
 import pytest
+
+from support.folders import in_folder
 
 DOCS = Path(__file__).parents[2] / "docs"
 GENERATED = DOCS / "files"
@@ -40,16 +41,6 @@ def run_page(page: str, folder: str) -> list[tuple[str, str]]:
                 exec(code, names)
             found.append((printed.getvalue(), block.group(2) or ""))
     return found
-
-
-@contextlib.contextmanager
-def in_folder(folder: str):
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 @pytest.mark.parametrize("page", with_blocks())

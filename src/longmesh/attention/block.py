@@ -18,7 +18,11 @@ UNBOUNDED = 1 << 62
 
 
 class Block(NamedTuple):
-    """A rectangle of query and key rows in which the pairs with `lo <= key - query <= hi` are visible."""
+    """A rectangle of query and key rows in which the pairs with `lo <= key - query <= hi` are visible.
+
+    >>> Block(0, 4, 0, 4, hi=0)  # the causal triangle of four tokens
+    Block(q_start=0, q_stop=4, k_start=0, k_stop=4, lo=-4611686018427387904, hi=0, elementwise=False)
+    """
 
     q_start: int
     q_stop: int

@@ -27,7 +27,14 @@ class CutBlockMask(BlockMask):
 
 
 def rewrite_mask_mod(mask_mod: MaskMod, positions: Tensor) -> MaskMod:
-    """`mask_mod` for local query indices: row i is the token at `positions[i]` of the whole sequence."""
+    """`mask_mod` for local query indices: row i is the token at `positions[i]` of the whole sequence.
+
+    >>> def causal(b, h, q_idx, kv_idx):
+    ...     return kv_idx <= q_idx
+    >>> local = rewrite_mask_mod(causal, torch.tensor([6, 7]))  # this rank's rows are tokens 6 and 7
+    >>> local(0, 0, torch.tensor(0), torch.tensor([5, 6, 7]))
+    tensor([ True,  True, False])
+    """
 
     def of_local_rows(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mask_mod(b, h, positions[q_idx], kv_idx)
@@ -64,5 +71,12 @@ def create_block_mask_cached(
     device: torch.device | str = "cpu",
     BLOCK_SIZE: int | tuple[int, int] = _BLOCK,
 ) -> BlockMask:
-    """torch's create_block_mask, made once for the same function (the same object), sizes and device."""
+    """torch's create_block_mask, made once for the same function (the same object), sizes and device.
+
+    >>> def causal(b, h, q_idx, kv_idx):
+    ...     return kv_idx <= q_idx
+    >>> first = create_block_mask_cached(causal, None, None, 256, 256)
+    >>> first is create_block_mask_cached(causal, None, None, 256, 256)
+    True
+    """
     return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=device, BLOCK_SIZE=BLOCK_SIZE)

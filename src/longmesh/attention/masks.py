@@ -1,4 +1,8 @@
-"""Every mask, by name: `from longmesh.attention import masks; masks.documents([5, 3]) & masks.full()`."""
+"""Every mask, by name: `from longmesh.attention import masks; masks.documents([5, 3]) & masks.full()`.
+
+>>> print(masks.documents([5, 3]) & masks.sliding_window(2))
+(documents(2 of 3..5 tokens, within=causal()) & sliding_window(2, 0))
+"""
 
 from longmesh.attention.mask.band import causal, full, sliding_window
 from longmesh.attention.mask.base import Mask

@@ -27,7 +27,12 @@ IGNORED = -100  # torch.nn.functional.cross_entropy's own default
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments:
-    """Rows of packed documents: `tokens`, `labels` and `positions` are (rows, seq_len); `lengths` has a tuple a row."""
+    """Rows of packed documents: `tokens`, `labels` and `positions` are (rows, seq_len); `lengths` has a tuple a row.
+
+    >>> row = next(pack_documents([torch.tensor([5, 6, 7]), torch.tensor([8, 9])], seq_len=5))
+    >>> row.tokens, row.labels, row.lengths
+    (tensor([[5, 6, 7, 8, 9]]), tensor([[   6,    7, -100,    9, -100]]), ((3, 2),))
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -45,6 +50,11 @@ def pack_documents(
     """Rows of `seq_len` tokens, one at a time, as documents are read: an endless stream of them is fine.
 
     Documents are put one after another and cut where a row ends; empty ones are left out.
+
+    >>> for row in pack_documents([torch.tensor([5, 6, 7]), torch.tensor([8, 9])], seq_len=4):
+    ...     print(row.tokens.tolist(), row.labels.tolist(), row.lengths)
+    [[5, 6, 7, 8]] [[6, 7, -100, 9]] ((3, 1),)
+    [[9, 0, 0, 0]] [[-100, -100, -100, -100]] ((1, 3),)
     """
     if seq_len < 1:
         raise LongmeshError(f"pack_documents(seq_len={seq_len}): a row has at least 1 token")
@@ -91,7 +101,13 @@ def _make_row(pieces: list[tuple[Tensor, Tensor]]) -> PackedDocuments:
 
 
 def collate_rows(rows: Sequence[PackedDocuments]) -> PackedDocuments:
-    """Several packed rows of one length as one batch: a `collate_fn` for a DataLoader over packed rows."""
+    """Several packed rows of one length as one batch: a `collate_fn` for a DataLoader over packed rows.
+
+    >>> rows = pack_documents([torch.arange(4), torch.arange(6)], seq_len=5)
+    >>> batch = collate_rows(list(rows))
+    >>> tuple(batch.tokens.shape), batch.lengths
+    ((2, 5), ((4, 1), (5,)))
+    """
     if not rows:
         raise LongmeshError("collate_rows([]): a batch has at least 1 row")
     sizes = sorted({row.tokens.shape[1] for row in rows})

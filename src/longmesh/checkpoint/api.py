@@ -27,6 +27,11 @@ def save(state_dict: dict[str, Any], path: _PathLike) -> None:
 
     Each rank writes the shards it holds, copies only once, one piece in memory at a time. What was at `path` stays
     until all is on disk, then it is replaced in one step. Collective: every rank of the world.
+
+    >>> model = nn.Linear(3, 2)
+    >>> save({"model": model.state_dict(), "step": 100}, "run")
+    >>> sorted(path.name for path in Path("run").iterdir())
+    ['.longmesh.json', '.metadata', '__0_0.distcp', '__1_0.distcp']
     """
     _save(state_dict, Path(path), DirectoryWriter(Path(path)), SavePlanner())
 
@@ -36,6 +41,12 @@ def load(state_dict: dict[str, Any], path: _PathLike) -> None:
 
     `state_dict` says what to read and into which layouts; they need not be those it was saved from, nor the mesh or
     the number of ranks. Collective: every rank of the world.
+
+    >>> save({"x": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]), "step": 3}, "latest")
+    >>> state = {"x": zeros(5, device_mesh=mesh, placements=[Replicate()]), "step": 0}
+    >>> load(state, "latest")
+    >>> state["x"].to_local(), state["step"]
+    (tensor([0., 1., 2., 3., 4.]), 3)
     """
     target = readable_path(Path(path))
     _load(state_dict, target, DirectoryReader(target))
@@ -49,6 +60,11 @@ def save_safetensors(
     A directory gets files of at most `max_file_bytes` (unless one tensor is larger) and Hugging Face's index. Tensors
     are whole in the files whatever their layouts; nothing is gathered, each rank writes its part in place.
     Replaced in one step, as by `save`. Collective: every rank of the world.
+
+    >>> save_safetensors({"w": distribute_tensor(torch.ones(5), mesh, [Shard(0)])}, "w.safetensors")
+    >>> from safetensors.torch import load_file
+    >>> load_file("w.safetensors")
+    {'w': tensor([1., 1., 1., 1., 1.])}
     """
     if max_file_bytes < 1:
         raise CheckpointError(
@@ -63,6 +79,12 @@ def load_safetensors(state_dict: dict[str, Any], path: _PathLike) -> None:
     """Read a safetensors file, or a directory of them, into the tensors of `state_dict`, in place.
 
     Each rank reads its own parts and nothing is sent. Collective: every rank of the world.
+
+    >>> save_safetensors({"w": torch.arange(4.0)}, "model.safetensors")
+    >>> state = {"w": zeros(4, device_mesh=mesh, placements=[Shard(0)])}
+    >>> load_safetensors(state, "model.safetensors")
+    >>> state["w"].to_local()
+    tensor([0., 1.])
     """
     target = readable_path(Path(path))
     _load(state_dict, target, SafetensorsReader(target))

@@ -36,6 +36,10 @@ def desync_check(timeout: float = 300.0) -> Iterator[None]:
 
     Every rank of the world enters it, at the same point of the program. A rank that has not come to a collective
     after `timeout` seconds is taken to be lost. For debugging: each collective waits for a round trip to the store.
+
+    >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    >>> with desync_check():
+    ...     whole = x.full_tensor()  # ranks compare what they are about to do, then do it
     """
     if not timeout > 0:
         raise LongmeshError(f"desync_check(timeout={timeout}): give a positive number of seconds")

@@ -13,6 +13,13 @@ class strict(OpWatch):
     Layouts and plans are the same on every rank, so all raise alike. Let through: a redistribution that sends
     nothing (a replicated tensor is sliced), and a reduction that is part of an op (a softmax over a cut dim needs its
     maximum). Backward passes inside the `with` are held to it too.
+
+    >>> a = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    >>> with strict():
+    ...     a + distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
+    Traceback (most recent call last):
+        ...
+    longmesh.errors.LongmeshError: strict(): aten.add.Tensor of ... would redistribute input 1 from S(1) to S(0)...
     """
 
     def on_move(self, op: WatchedOp, move: Move) -> None:

@@ -15,10 +15,20 @@ from longmesh.tensor import DTensor
 def visualize_sharding(
     dtensor: DTensor, header: str = "", use_rich: bool = False, *, path: str | os.PathLike[str] | None = None
 ) -> None:
-    """Show which rank holds which part of `dtensor`, whatever its number of dims and mesh axes.
+    r"""Show which rank holds which part of `dtensor`, whatever its number of dims and mesh axes.
 
     Prints a table, in colours with `use_rich`; with `path` (.svg or .png) it draws a picture there instead.
     Only the rank at coordinate (0, 0, ...) of the mesh prints or writes. Local: sends nothing.
+
+    >>> visualize_sharding(distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)]))
+    shape (5, 4), S(0) on MeshShape((2,))
+    ┌───────────────┬───────┐
+    │ dim 0 \ dim 1 │ [0:4) │
+    ├───────────────┼───────┤
+    │ [0:3)         │   0   │
+    ├───────────────┼───────┤
+    │ [3:5)         │   1   │
+    └───────────────┴───────┘
     """
     if not isinstance(dtensor, DTensor):
         raise LongmeshError(

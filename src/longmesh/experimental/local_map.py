@@ -46,6 +46,11 @@ def local_map(
     `in_grad_placements` say how the gradients that `func` gives its inputs lie, where not as the inputs. Keyword
     arguments are passed on. Without DTensor arguments it is just `func`. Without `func`, a decorator.
     Collective: every rank of the mesh.
+
+    >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    >>> half = local_map(lambda part: part / 2, out_placements=[Shard(0)], in_placements=([Shard(0)],))
+    >>> half(x).full_tensor()
+    tensor([0.0000, 0.5000, 1.0000, 1.5000, 2.0000])
     """
     if func is None:
         return functools.partial(  # pyright: ignore[reportReturnType]

@@ -39,6 +39,16 @@ def register_sharding(
     writes to arguments writes to the DTensors; one without outputs lists []. With `check_with`, samples of the op's
     arguments (a tuple, or a pair of a tuple and a dict of keywords), every line is tried out in this process on 2 and
     3 simulated ranks, and one that does not hold is an error before anything is registered.
+
+    >>> @torch.library.custom_op("examples::double", mutates_args=())
+    ... def double(x: torch.Tensor) -> torch.Tensor:
+    ...     return 2 * x
+    >>> _ = double.register_fake(torch.empty_like)
+    >>> @register_sharding(torch.ops.examples.double.default, check_with=[torch.randn(5, 3)])
+    ... def keeps_shards(x):
+    ...     return [([Shard(dim)], [Shard(dim)]) for dim in range(x.ndim)]
+    >>> double(distribute_tensor(torch.ones(5), mesh, [Shard(0)])).placements
+    (Shard(dim=0),)
     """
     overloads = op if isinstance(op, list) else [op]
     for overload in overloads:

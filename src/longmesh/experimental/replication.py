@@ -14,6 +14,12 @@ def implicit_replication() -> Iterator[None]:
 
     Nothing checks that they are equal on all ranks: where they are not, results differ from rank to rank. Local:
     sends nothing itself. A backward() that meets plain tensors of its own must run inside, too.
+
+    >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    >>> with implicit_replication():
+    ...     y = x + torch.ones(5)
+    >>> y.placements
+    (Shard(dim=0),)
     """
     token = taken_as_replicated.set(True)
     try:

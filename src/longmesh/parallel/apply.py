@@ -42,6 +42,15 @@ def parallelize_module(
     A plan's keys are names or fnmatch patterns of submodules ("" is the module itself), its values styles or
     further plans. The parameters' data is that of the rank at place `src_data_rank` of the mesh; with None each
     rank cuts its own. Parameters that several modules of the plan share stay shared.
+
+    >>> model = nn.ModuleDict({"up": nn.Linear(4, 6), "down": nn.Linear(6, 4)})
+    >>> model = parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    >>> for name, parameter in model.named_parameters():
+    ...     print(name, parameter.placements)
+    up.weight (Shard(dim=0),)
+    up.bias (Shard(dim=0),)
+    down.weight (Shard(dim=1),)
+    down.bias (Replicate(),)
     """
     mesh = resolve_mesh(device_mesh, "parallelize_module")
     if parallelize_plan is None:

@@ -13,6 +13,10 @@ class ColwiseParallel(CutStyle):
     `output_layouts` (default: cut along its last dim) and is this rank's plain tensor, or with
     `use_local_output=False` a DTensor. With `overlap=True` a Linear whose input is cut along another dim than
     its last multiplies the parts of the input as they arrive.
+
+    >>> linear = parallelize_module(nn.Linear(4, 5), mesh, ColwiseParallel())
+    >>> linear(torch.ones(2, 4)).shape  # three of five features
+    torch.Size([2, 3])
     """
 
     by_rows = False

@@ -92,6 +92,13 @@ class PrepareModuleInput(ParallelStyle):
     """Before a module runs, make its inputs DTensors laid out as `input_layouts` and bring them to
     `desired_input_layouts`; keyword inputs by name likewise. None leaves an input as it is. A DTensor input keeps
     its own layout until it is brought there. With `use_local_output=True` the module gets plain tensors.
+
+    >>> style = PrepareModuleInput(
+    ...     input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True
+    ... )
+    >>> module = parallelize_module(nn.Identity(), mesh, style)
+    >>> module(torch.ones(2, 3)).shape  # two rows of each rank
+    torch.Size([4, 3])
     """
 
     def __init__(
@@ -160,6 +167,11 @@ class PrepareModuleOutput(ParallelStyle):
     """After a module has run, make its outputs DTensors laid out as `output_layouts` and bring them to
     `desired_output_layouts`. None leaves an output as it is. Plain tensors come out, or with
     `use_local_output=False` DTensors.
+
+    >>> style = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
+    >>> module = parallelize_module(nn.Identity(), mesh, style)
+    >>> module(torch.ones(2, 3)).shape
+    torch.Size([4, 3])
     """
 
     def __init__(
@@ -205,7 +217,19 @@ class PrepareModuleOutput(ParallelStyle):
 
 class PrepareModuleInputOutput(ParallelStyle):
     """PrepareModuleInput and PrepareModuleOutput of one module; `use_local_input` is the former's
-    `use_local_output`."""
+    `use_local_output`.
+
+    >>> style = PrepareModuleInputOutput(
+    ...     input_layouts=Shard(0),
+    ...     desired_input_layouts=Replicate(),
+    ...     use_local_input=True,
+    ...     output_layouts=Replicate(),
+    ...     desired_output_layouts=Shard(1),
+    ... )
+    >>> module = parallelize_module(nn.Identity(), mesh, style)
+    >>> module(torch.ones(2, 4)).shape
+    torch.Size([4, 2])
+    """
 
     def __init__(
         self,

@@ -30,6 +30,10 @@ class SequenceParallel(ParallelStyle):
 
     Its parameters are whole on every rank. A plain input is this rank's equal part of the sequence; a DTensor is
     brought there. The output is a DTensor, or with `use_local_output=True` this rank's plain tensor.
+
+    >>> norm = parallelize_module(nn.LayerNorm(8), mesh, SequenceParallel())
+    >>> norm(torch.randn(2, 3, 8)).placements  # three tokens of each rank
+    (Shard(dim=1),)
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:

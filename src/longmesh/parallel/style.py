@@ -28,7 +28,14 @@ from longmesh.tensor.meta import even_global_shape
 
 
 class ParallelStyle(ABC):
-    """How one module is parallelised. Subclass it and write `_apply`; `parallelize_module` calls it."""
+    """How one module is parallelised. Subclass it and write `_apply`; `parallelize_module` calls it.
+
+    >>> class Freeze(ParallelStyle):
+    ...     def _apply(self, module, device_mesh):
+    ...         return module.requires_grad_(False)
+    >>> parallelize_module(nn.Linear(4, 4), mesh, Freeze()).weight.requires_grad
+    False
+    """
 
     src_data_rank: int | None = 0
 

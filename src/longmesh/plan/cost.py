@@ -15,7 +15,12 @@ from longmesh.errors import LongmeshError
 
 @dataclass(frozen=True, slots=True)
 class AxisCost:
-    """What a collective on an axis costs: `latency_us` to start it and its bytes at `bytes_per_us`."""
+    """What a collective on an axis costs: `latency_us` to start it and its bytes at `bytes_per_us`.
+
+    >>> between_hosts = AxisCost(latency_us=50.0, bytes_per_us=1000.0)
+    >>> CostModel((between_hosts, AxisCost())).collective_us((0,), 20_000)
+    70.0
+    """
 
     latency_us: float = 10.0
     bytes_per_us: float = 4000.0
@@ -30,7 +35,15 @@ class AxisCost:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """One `AxisCost` for every axis, or one per axis (e.g. a slow axis between hosts)."""
+    """One `AxisCost` for every axis, or one per axis (e.g. a slow axis between hosts).
+
+    >>> slow_first_axis = CostModel((AxisCost(50.0, 100.0), AxisCost()))
+    >>> mesh_shape = MeshShape((2, 4), ("host", "gpu"))
+    >>> start, end = Layout(mesh_shape, [Shard(0), Shard(0)]), Layout(mesh_shape, [Replicate(), Replicate()])
+    >>> plan = plan_redistribute(start, end, shape=(4096, 512), costs=slow_first_axis)
+    >>> [(step.kind, step.axes) for step in plan.steps]
+    [('all_to_all', (0, 1)), ('all_gather', (1,))]
+    """
 
     axes: AxisCost | tuple[AxisCost, ...] = AxisCost()
 

@@ -19,7 +19,14 @@ from longmesh.spec.shard_order import ShardOrder, ShardOrderEntry, default_shard
 
 
 class Layout:
-    """Mesh shape + placements + shard order. Interned: equal means identical."""
+    """Mesh shape + placements + shard order. Interned: equal means identical.
+
+    >>> layout = Layout(MeshShape((2, 2), ("dp", "tp")), [Shard(0), Partial()])
+    >>> str(layout), layout.local_shape((5, 4), (1, 0))
+    ('S(0)P', (2, 4))
+    >>> layout is Layout(MeshShape((2, 2), ("dp", "tp")), [Shard(0), Partial()])
+    True
+    """
 
     __slots__ = (
         "__weakref__",

@@ -29,7 +29,14 @@ class HasMeshShape(Protocol):
 
 
 class MeshShape:
-    """Sizes and names of the axes of a mesh. Interned: equal means identical."""
+    """Sizes and names of the axes of a mesh. Interned: equal means identical.
+
+    >>> many = MeshShape((512, 8), ("dp", "tp"))
+    >>> many, many.num_ranks
+    (MeshShape(dp=512, tp=8), 4096)
+    >>> MeshShape.of(mesh).sizes
+    (2,)
+    """
 
     __slots__ = ("__weakref__", "names", "sizes")
 

@@ -17,7 +17,13 @@ REDUCE_OPS = ("sum", "avg", "product", "min", "max")
 
 
 class Placement:
-    """What one mesh axis does to a tensor: one of the classes below."""
+    """What one mesh axis does to a tensor: one of the classes below.
+
+    >>> [isinstance(one, Placement) for one in (Shard(0), Replicate(), Partial())]
+    [True, True, True]
+    >>> Shard(0).is_shard(), Shard(0).is_shard(1), Partial().is_partial("max")
+    (True, False, False)
+    """
 
     __slots__ = ()
 
@@ -33,7 +39,11 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Shard(Placement):
-    """The axis cuts tensor dim `dim` into consecutive pieces, as torch.chunk does."""
+    """The axis cuts tensor dim `dim` into consecutive pieces, as torch.chunk does.
+
+    >>> distribute_tensor(torch.arange(5), mesh, [Shard(0)]).to_local()  # rank 1 has the other two
+    tensor([0, 1, 2])
+    """
 
     dim: int
 
@@ -53,7 +63,11 @@ class Shard(Placement):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Replicate(Placement):
-    """Every rank of the axis holds the same tensor."""
+    """Every rank of the axis holds the same tensor.
+
+    >>> distribute_tensor(torch.arange(3), mesh, [Replicate()]).to_local()
+    tensor([0, 1, 2])
+    """
 
     def is_replicate(self) -> bool:
         return True
@@ -67,7 +81,12 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Partial(Placement):
-    """The tensor is the `reduce_op` over the axis of what its ranks hold."""
+    """The tensor is the `reduce_op` over the axis of what its ranks hold.
+
+    >>> x = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    >>> x.full_tensor()
+    tensor([2., 2.])
+    """
 
     reduce_op: str = "sum"
 
@@ -89,7 +108,16 @@ class Partial(Placement):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MaskPartial(Partial):
-    """A pending lookup: reduced by sum, after the rows that are not ours are zeroed."""
+    """A pending lookup: reduced by sum, after the rows that are not ours are zeroed.
+
+    >>> table = distribute_tensor(torch.eye(4), mesh, [Shard(0)])
+    >>> rows = F.embedding(distribute_tensor(torch.tensor([3, 0]), mesh, [Replicate()]), table)
+    >>> rows.placements
+    (MaskPartial(),)
+    >>> rows.full_tensor()
+    tensor([[0., 0., 0., 1.],
+            [1., 0., 0., 0.]])
+    """
 
     def __post_init__(self) -> None:
         if self.reduce_op != "sum":

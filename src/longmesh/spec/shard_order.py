@@ -22,7 +22,13 @@ from longmesh.spec.placement import Placement, Shard
 
 
 class ShardOrderEntry(NamedTuple):
-    """Tensor dim `tensor_dim` is cut by the axes `mesh_dims`, the first one outermost."""
+    """Tensor dim `tensor_dim` is cut by the axes `mesh_dims`, the first one outermost.
+
+    >>> square = MeshShape((2, 2))
+    >>> inner_first = Layout(square, [Shard(0), Shard(0)], [ShardOrderEntry(0, (1, 0))])
+    >>> [inner_first.local_offset((8,), place) for place in square.coordinates()]
+    [(0,), (4,), (2,), (6,)]
+    """
 
     tensor_dim: int
     mesh_dims: tuple[int, ...]

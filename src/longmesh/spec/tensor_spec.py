@@ -17,7 +17,12 @@ from longmesh.spec.shard_order import ShardOrder, ShardOrderEntry
 
 
 class TensorMeta(NamedTuple):
-    """Global shape, stride and dtype of a tensor."""
+    """Global shape, stride and dtype of a tensor.
+
+    >>> meta = TensorMeta(torch.Size([5, 4]), (4, 1), torch.float32)
+    >>> DTensorSpec(MeshShape((2,)), [Shard(1)], meta).local_shape((0,))
+    (5, 2)
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -30,6 +35,13 @@ class DTensorSpec:
 
     Checked when made: the number of placements, the shard order, and, where the meta is known, that every
     sharded dim exists. Hashable while the sizes are ints.
+
+    >>> meta = TensorMeta(torch.Size([5, 4]), (4, 1), torch.float32)
+    >>> spec = DTensorSpec(MeshShape((2, 2)), [Shard(0), Replicate()], meta)
+    >>> print(spec)
+    Spec(S(0)R on (5, 4))
+    >>> spec.local_shape((1, 0)), spec.local_offset((1, 0))
+    ((2, 4), (3, 0))
     """
 
     mesh: MeshShape | HasMeshShape

@@ -99,7 +99,15 @@ class Captured(Generic[Arguments, Result]):
 
 
 def capture(fn: Callable[Arguments, Result]) -> Captured[Arguments, Result]:
-    """Trace `fn` once per layouts, shapes and plain arguments, and replay its local ops and collectives."""
+    """Trace `fn` once per layouts, shapes and plain arguments, and replay its local ops and collectives.
+
+    >>> @capture
+    ... def mean_square(x):
+    ...     return (x * x).mean()
+    >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    >>> mean_square(x).item()  # traced; the next call with such a tensor is replayed
+    6.0
+    """
     return Captured(fn)
 
 

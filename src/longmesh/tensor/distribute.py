@@ -34,6 +34,10 @@ def distribute_tensor(
     The data is that of the rank at place `src_data_rank` of every mesh axis: it sends each rank its shard,
     one at a time. With `src_data_rank=None` nothing is sent: each rank cuts its shard from its own `tensor`,
     which must be the same everywhere. Collective (unless None): every rank of the mesh, same arguments.
+
+    >>> x = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
+    >>> tuple(x.shape), tuple(x.to_local().shape)
+    ((3, 2), (2, 2))
     """
     mesh = resolve_mesh(device_mesh, "distribute_tensor")
     if isinstance(tensor, DTensor):
@@ -94,6 +98,10 @@ def distribute_module(
 
     `partition_fn(name, submodule, mesh)` distributes what it likes; everything it leaves is replicated.
     `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run before and after forward.
+
+    >>> model = distribute_module(nn.Linear(3, 2), mesh)
+    >>> model.weight.placements
+    (Replicate(),)
     """
     mesh = resolve_mesh(device_mesh, "distribute_module")
     for name, submodule in module.named_modules():

@@ -49,7 +49,16 @@ _view = torch.Tensor.view
 
 
 class DTensor(torch.Tensor):
-    """A tensor over a mesh of devices, with a placement per mesh axis."""
+    """A tensor over a mesh of devices, with a placement per mesh axis.
+
+    >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    >>> (x * 2).to_local()
+    tensor([0., 2., 4.])
+    >>> (x * 2).full_tensor()
+    tensor([0., 2., 4., 6., 8.])
+    >>> x.sum().placements
+    (Partial(sum),)
+    """
 
     __slots__ = ("_held", "_local_tensor")
 

@@ -28,7 +28,11 @@ def zeros(
     placements: Sequence[Placement] | None = None,
     shard_order: ShardOrderLike | None = None,
 ) -> DTensor:
-    """A DTensor of zeros: `zeros(4, 6, device_mesh=mesh, placements=[Shard(0)])`."""
+    """A DTensor of zeros: `zeros(4, 6, device_mesh=mesh, placements=[Shard(0)])`.
+
+    >>> zeros(5, 4, device_mesh=mesh, placements=[Shard(1)]).to_local().shape
+    torch.Size([5, 2])
+    """
     return _make("zeros", size, 0, dtype, layout, requires_grad, device_mesh, placements, shard_order)
 
 
@@ -41,7 +45,11 @@ def ones(
     placements: Sequence[Placement] | None = None,
     shard_order: ShardOrderLike | None = None,
 ) -> DTensor:
-    """A DTensor of ones."""
+    """A DTensor of ones.
+
+    >>> ones(5, device_mesh=mesh, placements=[Shard(0)]).sum().item()
+    5.0
+    """
     return _make("ones", size, 1, dtype, layout, requires_grad, device_mesh, placements, shard_order)
 
 
@@ -54,7 +62,12 @@ def empty(
     placements: Sequence[Placement] | None = None,
     shard_order: ShardOrderLike | None = None,
 ) -> DTensor:
-    """A DTensor whose values are whatever memory held."""
+    """A DTensor whose values are whatever memory held.
+
+    >>> x = empty(5, 4, device_mesh=mesh, placements=[Shard(0)])
+    >>> tuple(x.shape), tuple(x.to_local().shape)
+    ((5, 4), (3, 4))
+    """
     return _make("empty", size, None, dtype, layout, requires_grad, device_mesh, placements, shard_order)
 
 
@@ -69,7 +82,11 @@ def full(
     placements: Sequence[Placement] | None = None,
     shard_order: ShardOrderLike | None = None,
 ) -> DTensor:
-    """A DTensor filled with `fill_value`."""
+    """A DTensor filled with `fill_value`.
+
+    >>> full((5,), 7.0, device_mesh=mesh, placements=[Shard(0)]).to_local()
+    tensor([7., 7., 7.])
+    """
     if dtype is None:
         dtype = torch.full((), fill_value).dtype
     return _make(
@@ -86,7 +103,12 @@ def rand(
     placements: Sequence[Placement] | None = None,
     shard_order: ShardOrderLike | None = None,
 ) -> DTensor:
-    """A DTensor of uniform numbers in [0, 1): the same global tensor in every layout, see `manual_seed`."""
+    """A DTensor of uniform numbers in [0, 1): the same global tensor in every layout, see `manual_seed`.
+
+    >>> x = rand(3, 2, device_mesh=mesh, placements=[Shard(0)])
+    >>> bool((x < 1).all()), tuple(x.to_local().shape)
+    (True, (2, 2))
+    """
     kind = _random_dtype("rand", dtype, layout)
     distribution = distributions.uniform(kind.to_real() if kind.is_complex else kind)
     return _make_random("rand", size, distribution, kind, requires_grad, device_mesh, placements, shard_order)
@@ -101,7 +123,11 @@ def randn(
     placements: Sequence[Placement] | None = None,
     shard_order: ShardOrderLike | None = None,
 ) -> DTensor:
-    """A DTensor of standard normal numbers: the same global tensor in every layout, see `manual_seed`."""
+    """A DTensor of standard normal numbers: the same global tensor in every layout, see `manual_seed`.
+
+    >>> randn(3, 2, device_mesh=mesh, placements=[Shard(1)], dtype=torch.float64).to_local().dtype
+    torch.float64
+    """
     kind = _random_dtype("randn", dtype, layout)
     distribution = distributions.normal(
         kind.to_real() if kind.is_complex else kind, 0.0, std_of_parts(kind, 1.0)

@@ -69,17 +69,36 @@ _state = RandomState()
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the random ops on DTensors and start their counter anew. Every rank must give the same seed."""
+    """Seed the random ops on DTensors and start their counter anew. Every rank must give the same seed.
+
+    >>> manual_seed(7)
+    >>> cut = rand(5, device_mesh=mesh, placements=[Shard(0)]).full_tensor()
+    >>> manual_seed(7)
+    >>> torch.equal(cut, rand(5, device_mesh=mesh, placements=[Replicate()]).to_local())
+    True
+    """
     _state.set(int(seed) % 2**64)
 
 
 def get_rng_state() -> tuple[int, int]:
-    """Seed and op counter: what `set_rng_state` needs to go on from here, on any number of ranks."""
+    """Seed and op counter: what `set_rng_state` needs to go on from here, on any number of ranks.
+
+    >>> state = get_rng_state()
+    >>> first = rand(5, device_mesh=mesh, placements=[Shard(0)]).full_tensor()
+    >>> set_rng_state(state)
+    >>> torch.equal(first, rand(5, device_mesh=mesh, placements=[Replicate()]).full_tensor())
+    True
+    """
     return _state.seed, _state.counter
 
 
 def set_rng_state(state: tuple[int, int]) -> None:
-    """Go on from what `get_rng_state` gave. Every rank must give the same."""
+    """Go on from what `get_rng_state` gave. Every rank must give the same.
+
+    >>> set_rng_state((7, 0))  # what manual_seed(7) does
+    >>> get_rng_state()
+    (7, 0)
+    """
     _state.set(*state)
 
 

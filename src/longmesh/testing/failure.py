@@ -22,6 +22,10 @@ class RankFailure:
     `kind` is "raised", "died" (the process ended), "hung" (still running at the time limit) or "ended"
     (still running when a peer's failure ended the run). `summary` is one line, `detail` the traceback
     or stack dump, `time_ns` when it happened on a clock that all ranks share.
+
+    >>> failure = RankFailure(rank=1, kind="raised", summary="raised ValueError: no", detail="", time_ns=0)
+    >>> failure.describe()
+    'rank 1 raised ValueError: no'
     """
 
     rank: int
@@ -40,6 +44,13 @@ class RankError(RuntimeError):
     """A function failed on at least one rank.
 
     `rank` and `traceback` belong to the rank that failed first; `failures` holds every rank that failed.
+
+    >>> with RankPool(2) as pool:
+    ...     try:
+    ...         pool.run(int, "seven", ranks=2)
+    ...     except RankError as error:
+    ...         print(error.rank, error.cause.summary)
+    0 raised ValueError: invalid literal for int() with base 10: 'seven'
     """
 
     def __init__(self, function: str, num_ranks: int, failures: dict[int, RankFailure]) -> None:

@@ -15,5 +15,10 @@ def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """The CPU mesh of this shape over the ranks of the current run, made once per rank.
 
     Collective on first use: every rank calls it with the same arguments.
+
+    >>> cpu_mesh(2) is cpu_mesh(2)
+    True
+    >>> cpu_mesh(1, 2, names=("dp", "tp")).size()
+    2
     """
     return init_device_mesh("cpu", shape, mesh_dim_names=names)

@@ -28,6 +28,10 @@ class RankPool:
 
     Make it early: this process is forked once, here, and must not have run threaded torch ops before.
     Close it, or use it in a `with` statement; its processes also end when this one does.
+
+    >>> with RankPool(2) as pool:
+    ...     pool.run(torch.distributed.get_rank, ranks=2)
+    [0, 1]
     """
 
     def __init__(self, max_ranks: int) -> None:

@@ -25,7 +25,12 @@ def shards_from(rank: np.ndarray, piece: np.ndarray, owned: Ownership) -> np.nda
 
 @dataclasses.dataclass(frozen=True)
 class AllGather(Exchange):
-    """Every shard to every rank, in one stage."""
+    """Every shard to every rank, in one stage.
+
+    >>> plan = plan_attention(seq_len=4096, ranks=4, layout="zigzag", exchange=AllGather())
+    >>> [stage.kv_rows for stage in plan.rows[0].rank(0).stages]
+    [1024, 3072]
+    """
 
     def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
         if len(remote) == 0:

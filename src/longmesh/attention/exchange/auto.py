@@ -10,7 +10,12 @@ from longmesh.attention.layout.base import Ownership
 
 @dataclasses.dataclass(frozen=True)
 class AutoExchange(Exchange):
-    """The exchange that the cost model finds fastest; planning puts it in place of this."""
+    """The exchange that the cost model finds fastest; planning puts it in place of this.
+
+    >>> window = masks.sliding_window(64)
+    >>> print(plan_attention(seq_len=4096, ranks=4, mask=window, exchange=AutoExchange()).exchange)
+    Sparse
+    """
 
     def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
         raise AssertionError("planning replaces AutoExchange by the exchange it chose")

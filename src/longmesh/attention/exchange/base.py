@@ -12,7 +12,11 @@ from longmesh.attention.layout.base import Ownership
 
 
 class Exchange(abc.ABC):
-    """How keys travel. Subclasses are frozen dataclasses, so that plans can be cached."""
+    """How keys travel. Subclasses are frozen dataclasses, so that plans can be cached.
+
+    >>> isinstance(Ring(), Exchange), Ulysses().splits_heads
+    (True, True)
+    """
 
     relays: bool = False  # True: a stage comes from the rank before, out of its buffer of the stage before
     splits_heads: bool = False  # True: an all-to-all turns sequence shards into head shards first

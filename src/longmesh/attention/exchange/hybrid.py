@@ -19,7 +19,12 @@ from longmesh.errors import LongmeshError
 
 @dataclasses.dataclass(frozen=True)
 class Hybrid(Exchange):
-    """Ulysses inside groups of ranks, `outer` between the groups."""
+    """Ulysses inside groups of ranks, `outer` between the groups.
+
+    >>> plan = plan_attention(seq_len=4096, ranks=(2, 2), exchange=Hybrid(outer=Ring()))  # two hosts of two ranks
+    >>> plan.inner, plan.outer
+    (2, 2)
+    """
 
     outer: Exchange = Sparse()  # noqa: RUF009 (frozen)
     splits_heads = True

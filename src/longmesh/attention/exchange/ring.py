@@ -33,7 +33,12 @@ def stretches(remote: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Ring(Exchange):
-    """Shards go from rank to rank, each as far as somebody still needs it."""
+    """Shards go from rank to rank, each as far as somebody still needs it.
+
+    >>> plan = plan_attention(seq_len=4096, ranks=4, layout="zigzag", exchange=Ring())
+    >>> [stage.kv_rows for stage in plan.rows[0].rank(3).stages]
+    [1024, 1024, 1024, 512]
+    """
 
     relays = True
 

@@ -17,7 +17,12 @@ from longmesh.attention.layout.base import Ownership, even_bounds
 
 
 class HeadPart(NamedTuple):
-    """Query heads [q_start, q_stop) that read key heads [kv_start, kv_stop), the same number each."""
+    """Query heads [q_start, q_stop) that read key heads [kv_start, kv_stop), the same number each.
+
+    >>> plan = plan_attention(seq_len=64, ranks=2, exchange="ulysses", num_heads=6, num_kv_heads=2)
+    >>> plan.rows[0].rank(0).heads.parts  # three query heads that read one key head
+    (HeadPart(q_start=0, q_stop=3, kv_start=0, kv_stop=1),)
+    """
 
     q_start: int
     q_stop: int
@@ -27,7 +32,12 @@ class HeadPart(NamedTuple):
 
 class HeadShare(NamedTuple):
     """The heads of one rank. Its key buffer holds heads [kv_start, kv_stop); `parts` are what a kernel
-    with grouped heads can take at once."""
+    with grouped heads can take at once.
+
+    >>> plan = plan_attention(seq_len=64, ranks=3, exchange="ulysses", num_heads=8, num_kv_heads=2)
+    >>> [(share.q_start, share.q_stop, share.kv_start, share.kv_stop) for share in plan.rows[0].shares]
+    [(0, 3, 0, 1), (3, 6, 0, 2), (6, 8, 1, 2)]
+    """
 
     q_start: int
     q_stop: int
@@ -59,7 +69,12 @@ def _parts(start: int, stop: int, group: int) -> tuple[HeadPart, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Ulysses(Exchange):
-    """Sequence shards become head shards by an all-to-all; attention is local then."""
+    """Sequence shards become head shards by an all-to-all; attention is local then.
+
+    >>> plan = plan_attention(seq_len=64, ranks=2, exchange=Ulysses(), num_heads=4)
+    >>> [(share.q_start, share.q_stop) for share in plan.rows[0].shares]
+    [(0, 2), (2, 4)]
+    """
 
     splits_heads = True
 

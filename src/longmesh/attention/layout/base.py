@@ -29,6 +29,10 @@ class Ownership:
 
     `moved`: rectangles (q0, q1, k0, k1, rank) of coordinates, disjoint, that are computed by `rank`
     instead of the owner of their queries.
+
+    >>> owned = Ownership(8, (((0, 2), (6, 8)), ((2, 6),)))
+    >>> owned.positions(0), owned.restore
+    (array([0, 1, 6, 7]), array([0, 1, 4, 5, 6, 7, 2, 3]))
     """
 
     seq_len: int
@@ -100,7 +104,12 @@ class Ownership:
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """What a layout may look at: the slices of the mask, the size it may cut by, and what it costs to
-    compute a query elsewhere (the query there, its partial result back) in keys and values moved."""
+    compute a query elsewhere (the query there, its partial result back) in keys and values moved.
+
+    >>> work = Workload(masks.causal().slices(10), seq_len=10, chunk=1)
+    >>> Zigzag().assign(work, ranks=2).pieces
+    (((0, 2), (7, 10)), ((2, 7),))
+    """
 
     slices: np.ndarray
     seq_len: int
@@ -109,7 +118,17 @@ class Workload:
 
 
 class Layout(abc.ABC):
-    """How a sequence is cut. Subclasses are frozen dataclasses, so that plans can be cached."""
+    """How a sequence is cut. Subclasses are frozen dataclasses, so that plans can be cached.
+
+    >>> import dataclasses
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Halves(Layout):
+    ...     def assign(self, work, ranks):
+    ...         middle = work.seq_len // 2
+    ...         return Ownership(work.seq_len, (((0, middle),), ((middle, work.seq_len),)))
+    >>> plan_attention(seq_len=9, ranks=2, layout=Halves(), exchange="sparse").rows[0].ownership.counts
+    (4, 5)
+    """
 
     follows_mask: bool = False  # True: the cut depends on the mask, so batch rows are cut one by one
 

@@ -11,7 +11,11 @@ from longmesh.attention.layout.base import Layout, Ownership, Workload, collect,
 
 @dataclasses.dataclass(frozen=True)
 class Contiguous(Layout):
-    """One stretch of the sequence for each rank."""
+    """One stretch of the sequence for each rank.
+
+    >>> plan_attention(seq_len=10, ranks=3, layout=Contiguous(), exchange="ring").rows[0].ownership.pieces
+    (((0, 4),), ((4, 7),), ((7, 10),))
+    """
 
     def assign(self, work: Workload, ranks: int) -> Ownership:
         bounds = even_bounds(work.seq_len, ranks)

@@ -14,7 +14,13 @@ from longmesh.attention.layout.zigzag import zigzag_parts
 
 @dataclasses.dataclass(frozen=True)
 class PerDocument(Layout):
-    """Every document cut head-tail over all ranks."""
+    """Every document cut head-tail over all ranks.
+
+    >>> mask = masks.documents([8, 4])
+    >>> plan = plan_attention(seq_len=12, ranks=2, mask=mask, layout=PerDocument(), exchange="sparse")
+    >>> plan.rows[0].ownership.pieces
+    (((0, 2), (6, 9), (11, 12)), ((2, 6), (9, 11)))
+    """
 
     follows_mask = True
 

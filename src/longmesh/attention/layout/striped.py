@@ -11,7 +11,11 @@ from longmesh.attention.layout.base import Layout, Ownership, Workload, collect
 
 @dataclasses.dataclass(frozen=True)
 class Striped(Layout):
-    """Token t belongs to rank t % n."""
+    """Token t belongs to rank t % n.
+
+    >>> plan_attention(seq_len=7, ranks=2, layout=Striped(), exchange="ring").rows[0].positions(1)
+    array([1, 3, 5])
+    """
 
     def assign(self, work: Workload, ranks: int) -> Ownership:
         owned: list[tuple[int, int, int]] = []

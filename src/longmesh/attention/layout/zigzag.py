@@ -29,7 +29,11 @@ def zigzag_parts(start: int, stop: int, ranks: int, first: int = 0) -> list[tupl
 
 @dataclasses.dataclass(frozen=True)
 class Zigzag(Layout):
-    """Of 2n parts rank r owns part r and part 2n - 1 - r: the head-tail cut."""
+    """Of 2n parts rank r owns part r and part 2n - 1 - r: the head-tail cut.
+
+    >>> plan_attention(seq_len=8, ranks=2, layout=Zigzag(), exchange="ring").rows[0].ownership.pieces
+    (((0, 2), (6, 8)), ((2, 6),))
+    """
 
     def assign(self, work: Workload, ranks: int) -> Ownership:
         return collect(work.seq_len, ranks, zigzag_parts(0, work.seq_len, ranks))

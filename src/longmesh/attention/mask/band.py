@@ -48,17 +48,38 @@ class Band(Mask):
 
 
 def full() -> Mask:
-    """Every query sees every key."""
+    """Every query sees every key.
+
+    >>> i, j = torch.arange(4)[:, None], torch.arange(4)
+    >>> masks.full().visible(0, 0, i, j).all()
+    tensor(True)
+    """
     return Band()
 
 
 def causal() -> Mask:
-    """A query sees its own key and those before it."""
+    """A query sees its own key and those before it.
+
+    >>> i, j = torch.arange(4)[:, None], torch.arange(4)
+    >>> masks.causal().visible(0, 0, i, j).long()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [1, 1, 1, 1]])
+    """
     return Band(hi=0)
 
 
 def sliding_window(left: int, right: int = 0) -> Mask:
-    """A query sees `left` keys before its own, its own, and `right` keys after it."""
+    """A query sees `left` keys before its own, its own, and `right` keys after it.
+
+    >>> i, j = torch.arange(4)[:, None], torch.arange(4)
+    >>> masks.sliding_window(1).visible(0, 0, i, j).long()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [0, 1, 1, 0],
+            [0, 0, 1, 1]])
+    """
     if left < 0 or right < 0:
         raise LongmeshError(f"sliding_window({left}, {right}): both distances must be 0 or more")
     return Band(lo=-left, hi=right)

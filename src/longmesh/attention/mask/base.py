@@ -19,7 +19,12 @@ from longmesh.errors import LongmeshError
 
 
 class Mask(abc.ABC):
-    """Which keys each query sees. Combine masks with `&` and `|`."""
+    """Which keys each query sees. Combine masks with `&` and `|`.
+
+    >>> mask = masks.causal() & masks.sliding_window(100)
+    >>> isinstance(mask, masks.Mask), mask.band()
+    (True, (-100, 0))
+    """
 
     @abc.abstractmethod
     def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:

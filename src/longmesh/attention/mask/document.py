@@ -88,7 +88,17 @@ def _pack(lengths: np.ndarray, within: Mask, num_heads: int) -> np.ndarray:
 
 
 def documents(lengths: Sequence[int] | Sequence[Sequence[int]], within: Mask | None = None) -> Mask:
-    """Packed documents of these lengths (a list for each batch row, or one for all of them)."""
+    """Packed documents of these lengths (a list for each batch row, or one for all of them).
+
+    >>> i, j = torch.arange(4)[:, None], torch.arange(4)
+    >>> masks.documents([3, 1]).visible(0, 0, i, j).long()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [0, 0, 0, 1]])
+    >>> masks.documents([[3, 1], [2, 2]]).num_rows  # a list for each row of the batch
+    2
+    """
     listed = [x.tolist() if isinstance(x, np.ndarray | torch.Tensor) else x for x in lengths]
     rows = listed if listed and isinstance(listed[0], list | tuple) else [listed]
     clean = tuple(tuple(int(n) for n in row) for row in rows)  # type: ignore[union-attr]
@@ -105,7 +115,11 @@ def documents(lengths: Sequence[int] | Sequence[Sequence[int]], within: Mask | N
 
 
 def from_cu_seqlens(cu_seqlens: Sequence[int], within: Mask | None = None) -> Mask:
-    """Documents from cumulative lengths `[0, end of first, end of second, ...]`."""
+    """Documents from cumulative lengths `[0, end of first, end of second, ...]`.
+
+    >>> masks.from_cu_seqlens([0, 3, 4]) == masks.documents([3, 1])
+    True
+    """
     ends = np.array([int(x) for x in cu_seqlens], dtype=np.int64)
     if len(ends) == 0 or ends[0] != 0 or (np.diff(ends) < 0).any():
         raise LongmeshError(
@@ -133,7 +147,15 @@ class Chunked(Mask):
 
 
 def chunked(n: int, within: Mask | None = None) -> Mask:
-    """Chunks of `n` tokens that don't see each other; `within` a chunk, causal unless told."""
+    """Chunks of `n` tokens that don't see each other; `within` a chunk, causal unless told.
+
+    >>> i, j = torch.arange(4)[:, None], torch.arange(4)
+    >>> masks.chunked(2).visible(0, 0, i, j).long()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [0, 0, 1, 0],
+            [0, 0, 1, 1]])
+    """
     if n < 1:
         raise LongmeshError(f"chunked({n}): a chunk has at least 1 token")
     return Chunked(int(n), causal() if within is None else within)

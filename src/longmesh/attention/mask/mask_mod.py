@@ -84,7 +84,17 @@ def slices_of_blocks(kinds: np.ndarray, q_block: int, k_block: int, seq_len: int
 
 
 def mask_mod(fn: Callable, *, block: int = 128, rows: int = 1) -> Mask:
-    """The mask `fn(b, h, q_idx, kv_idx) -> bool` of global indices; `rows` > 1 if it depends on `b`."""
+    """The mask `fn(b, h, q_idx, kv_idx) -> bool` of global indices; `rows` > 1 if it depends on `b`.
+
+    >>> def same_parity(b, h, q_idx, kv_idx):
+    ...     return (q_idx - kv_idx) % 2 == 0
+    >>> i, j = torch.arange(4)[:, None], torch.arange(4)
+    >>> masks.mask_mod(same_parity).visible(0, 0, i, j).long()
+    tensor([[1, 0, 1, 0],
+            [0, 1, 0, 1],
+            [1, 0, 1, 0],
+            [0, 1, 0, 1]])
+    """
     return MaskMod(fn, block, rows)
 
 
@@ -121,7 +131,14 @@ class BlockTable(Mask):
 
 
 def from_block_mask(block_mask) -> Mask:
-    """The mask of a `torch.nn.attention.flex_attention.BlockMask`, without asking its function again."""
+    """The mask of a `torch.nn.attention.flex_attention.BlockMask`, without asking its function again.
+
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, 256, 256, device="cpu")
+    >>> mask = masks.from_block_mask(block_mask)
+    >>> bool(mask.visible(0, 0, torch.tensor(3), torch.tensor(4)))
+    False
+    """
     shape = tuple(block_mask.kv_indices.shape[-2:])
     partial = _table(block_mask.kv_num_blocks, block_mask.kv_indices)
     full = np.zeros_like(partial)

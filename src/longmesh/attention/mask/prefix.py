@@ -39,7 +39,15 @@ class PrefixLM(Mask):
 
 
 def prefix_lm(n: int) -> Mask:
-    """The first `n` keys are visible to all queries; the others to those that don't come before."""
+    """The first `n` keys are visible to all queries; the others to those that don't come before.
+
+    >>> i, j = torch.arange(4)[:, None], torch.arange(4)
+    >>> masks.prefix_lm(2).visible(0, 0, i, j).long()
+    tensor([[1, 1, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [1, 1, 1, 1]])
+    """
     if n < 0:
         raise LongmeshError(f"prefix_lm({n}): the prefix must be 0 tokens or more")
     return PrefixLM(int(n))

@@ -45,6 +45,10 @@ def plan_attention(
 
     `ranks` is a number, or (inner, outer): groups of `inner` ranks that split heads, `outer` of them.
     The same arguments give the same plan, bit for bit, on every rank; it is cached.
+
+    >>> plan = plan_attention(seq_len=16384, ranks=8, mask=masks.documents([9000, 300, 7084]))
+    >>> print(plan.layout, plan.exchange, [stats.tokens for stats in plan.stats()])
+    Solve Sparse [2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048]
     """
     inner, outer = _mesh(ranks)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

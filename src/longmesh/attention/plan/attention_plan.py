@@ -38,7 +38,12 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    """Rows [start, stop) of a buffer of `rank`."""
+    """Rows [start, stop) of a buffer of `rank`.
+
+    >>> plan = plan_attention(seq_len=8, ranks=2, layout="contiguous", exchange="sparse")
+    >>> plan.rows[0].rank(1).stages[1].receives  # all keys of rank 0
+    (Rows(rank=0, start=0, stop=4),)
+    """
 
     rank: int
     start: int
@@ -51,6 +56,11 @@ class Stage:
 
     `receives` and `sends` are in the order of the bytes: rows of the *sender's* buffer, which is its own
     shard, or with `relay` its buffer of the stage before. A `local` stage's buffer is the own shard.
+
+    >>> plan = plan_attention(seq_len=8, ranks=2, layout="contiguous", exchange="sparse")
+    >>> own, arrived = plan.rows[0].rank(1).stages
+    >>> own.local, arrived.kv_rows, len(arrived.blocks)
+    (True, 4, 1)
     """
 
     kv: tuple[Rows, ...]
@@ -64,7 +74,13 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class RankPlan:
-    """What one rank does for one batch row. With `heads`, ranks in `stages` are groups."""
+    """What one rank does for one batch row. With `heads`, ranks in `stages` are groups.
+
+    >>> plan = plan_attention(seq_len=1000, ranks=2, layout="zigzag", exchange="ring")
+    >>> mine = plan.rows[0].rank(1)
+    >>> mine.tokens, len(mine.stages)
+    (500, 2)
+    """
 
     rank: int
     group: int
@@ -79,7 +95,12 @@ class RankPlan:
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowPlan:
     """The plan of one batch row: `ownership` cuts tokens over all ranks, `schedule` runs on groups of
-    `inner` ranks (one rank each, unless heads are split)."""
+    `inner` ranks (one rank each, unless heads are split).
+
+    >>> row = plan_attention(seq_len=8, ranks=2, layout="zigzag", exchange="ring").rows[0]
+    >>> row.positions(0), row.positions(1)
+    (array([0, 1, 6, 7]), array([2, 3, 4, 5]))
+    """
 
     ownership: Ownership
     schedule: Schedule
@@ -175,7 +196,14 @@ def _relayed(s: Schedule, rank: int, stage: int) -> tuple[Rows, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """A plan for `inner * outer` ranks; rank r is member `r % inner` of group `r // inner`."""
+    """A plan for `inner * outer` ranks; rank r is member `r % inner` of group `r // inner`.
+
+    >>> plan = plan_attention(seq_len=999, ranks=2, layout="contiguous", exchange="ring")
+    >>> plan.num_ranks, plan.layout, plan.exchange
+    (2, Contiguous(), Ring())
+    >>> [stats.area for stats in plan.stats()]
+    [125250.0, 374250.0]
+    """
 
     seq_len: int
     inner: int

@@ -19,7 +19,12 @@ from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
 
 
 class RankStats(NamedTuple):
-    """`area` counts pairs, in all heads' worth: half the heads on a pair count a half."""
+    """`area` counts pairs, in all heads' worth: half the heads on a pair count a half.
+
+    >>> plan = plan_attention(seq_len=1000, ranks=2, layout="contiguous", exchange="sparse")
+    >>> [(stats.tokens, stats.area, stats.received_tokens) for stats in plan.stats()]
+    [(500, 125250.0, 0.0), (500, 375250.0, 500.0)]
+    """
 
     rank: int
     tokens: int

@@ -1,0 +1,43 @@
+"""The public names of the package, by the module they are imported from. The trainer is used by its command."""
+
+import importlib
+import inspect
+
+MODULES = [
+    "longmesh",
+    "longmesh.attention",
+    "longmesh.attention.masks",
+    "longmesh.checkpoint",
+    "longmesh.debug",
+    "longmesh.errors",
+    "longmesh.experimental",
+    "longmesh.hf",
+    "longmesh.interop",
+    "longmesh.parallel",
+    "longmesh.testing",
+]
+# Torch's own.
+_TORCH = {"DeviceMesh", "init_device_mesh"}
+# A number has no docstring: the module of blocks says what it means.
+CONSTANTS = {"UNBOUNDED"}
+
+
+def public_names(module: str) -> list[str]:
+    """What `module` offers of ours: its `__all__`, but for constants and what is torch's."""
+    return [
+        name
+        for name in importlib.import_module(module).__all__
+        if name not in _TORCH and name not in CONSTANTS
+    ]
+
+
+def own_docstring(name: str, value: object) -> str:
+    """The docstring that was written for `value`: neither inherited nor made by a dataclass for itself."""
+    if not (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)):
+        return ""
+    doc = value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
+    return "" if doc is None or doc.startswith(f"{name}(") else doc.strip()
+
+
+def docstring_of(module: str, name: str) -> str:
+    return own_docstring(name, getattr(importlib.import_module(module), name))
