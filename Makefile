@@ -24,15 +24,16 @@ lint: $(READY)
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
 
+# The tables, kept in benchmarks/results with the page made of them, and the op table. It takes a quiet machine and an hour.
 bench: $(READY)
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@$(BIN)/python benchmarks/record.py
+	@$(BIN)/python benchmarks/op_table.py
 
-# The pages of docs/files are made from the sources first; the site is build/site/index.html.
+# The pages of docs/files are made from the sources first; the site is build/site/index.html. Not --quiet: mkdocs counts
+# only the warnings that it shows, and with --quiet they would not end the build.
 docs: $(READY)
-	@$(BIN)/python -c 'import mkdocs, mkdocstrings' 2>/dev/null || \
-		$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@PYTHONPATH=tools $(BIN)/python -m repodocs . --out docs/files
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "site: build/site/index.html"
 
 # The constraints pin torch: without them pip may bring gigabytes of accelerator packages.

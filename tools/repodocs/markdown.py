@@ -19,8 +19,13 @@ def escape(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """A code span: its fence is longer than any run of backticks inside."""
+    """A code span: its fence is longer than any run of backticks inside.
+
+    Text with tags is written as HTML: Markdown's own parsers may take a comment or a tag for one even between fences.
+    """
     text = clean(text)
+    if "<" in text:
+        return f"<code>{_entities(text)}</code>"
     if "`" not in text:
         return f"`{text}`" if text else ""
     fence = "`" * (max(map(len, re.findall("`+", text))) + 1)

@@ -15,6 +15,7 @@ A block with ``elementwise=True`` must also ask the mask function for each pair 
 from typing import NamedTuple
 
 UNBOUNDED = 1 << 62
+"""A bound of a band that is none: further than any key from any query."""
 
 
 class Block(NamedTuple):

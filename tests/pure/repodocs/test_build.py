@@ -114,6 +114,7 @@ def test_text_from_sources_is_escaped(pages):
         ("twice.py", "def f(): ...\ndef f(): ...\n", "**Defined more than once:** `f`"),
         ("odd name #1.py", "x = 1\n", "module `odd name #1`"),
         ("ticks.py", 'x = "``"\n', "```x = '``'```"),
+        ("comment.py", 'x = "<!-- "\n', "<code>x = '&#60;!-- '</code>"),
         ("surrogate.py", '"""\\ud800"""\ny = 1\n', "    ?"),
         ("again.py", "from again import again\nfrom . import nothing\nfrom .... import far\n", "None."),
         ("empty.py", "", "It has no module docstring."),

@@ -1,0 +1,143 @@
+"""The site as `make docs` builds it: without a warning, without a dead link, and as a reader's browser shows it."""
+
+import functools
+import http.server
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from repodocs import build as build_file_pages
+from support.chromium import Chromium
+from support.site import ROOT, dead_links, lay_out, run_mkdocs
+
+pytest.importorskip("mkdocstrings", reason="the site needs the extra docs")
+
+CHROMIUM = shutil.which("chromium")
+SYMBOL = "zigzag_parts"
+DEFINED_IN = "files/src/longmesh/attention/layout/zigzag.py.html"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The built site."""
+    folder = tmp_path_factory.mktemp("site")
+    lay_out(folder, ROOT / "docs", ROOT / "src")
+    assert build_file_pages(ROOT, folder / "docs" / "files").problems == ()
+    built = run_mkdocs(folder)
+    assert is_clean(built), built.stdout
+    return folder / "build" / "site"
+
+
+@pytest.fixture(scope="module")
+def address(site) -> Iterator[str]:
+    """Where a server on this machine has the site."""
+    handler = functools.partial(QuietHandler, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def is_clean(built: subprocess.CompletedProcess[str]) -> bool:
+    """Whether the site was built, and nothing was said but how it went on."""
+    return built.returncode == 0 and all(line.startswith("INFO ") for line in built.stdout.splitlines())
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_no_link_is_dead(site):
+    assert dead_links(site) == []
+
+
+def test_a_dead_link_is_found(tmp_path):
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#here">x</a> <a class="y" href="b.html#there"> <img src="no.svg">'
+    )
+    (tmp_path / "b.html").write_text(
+        '<h2 id="here"></h2> <a href="https://elsewhere.test/">z</a> <a href="#here">'
+    )
+    assert dead_links(tmp_path) == ["a.html -> b.html#there", "a.html -> no.svg"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")
+def test_a_symbol_is_searched_and_followed_to_its_file_and_to_a_test(address, tmp_path):
+    assert CHROMIUM
+    with Chromium(CHROMIUM, tmp_path / "profile") as browser:
+        browser.open(address + "index.html")
+        browser.evaluate("document.querySelector('[data-md-component=search-query]').focus()")
+        browser.type(SYMBOL)
+        result = f"document.querySelector('.md-search-result__link[href*=\"{DEFINED_IN}\"]')"
+        browser.wait_for(f"{result} !== null")
+        browser.evaluate(f"{result}.click()")
+        browser.wait_for(f"location.pathname === '/{DEFINED_IN}' && document.readyState === 'complete'")
+        assert browser.evaluate("document.querySelector('h1').textContent").startswith(
+            "src/longmesh/attention/layout/zigzag.py"
+        )
+
+        test = "[...document.querySelectorAll('#tests ~ ul a')].find(a => a.textContent.startsWith('tests/'))"
+        name = browser.evaluate(f"{test}.textContent")
+        browser.evaluate(f"{test}.click()")
+        browser.wait_for(f"location.pathname === '/files/{name}.html' && document.readyState === 'complete'")
+        assert browser.evaluate("document.querySelector('h1').textContent").startswith(name)
+        assert SYMBOL in (ROOT / name).read_text() or "longmesh.attention" in (ROOT / name).read_text()
+
+        assert browser.errors == []
+        assert [url for url in browser.requested if not url.startswith((address, "data:", "blob:"))] == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")
+def test_what_is_wrong_in_a_page_is_noticed(tmp_path):
+    assert CHROMIUM
+    (tmp_path / "bad.html").write_text(
+        "<script src='none.js'></script><script>console.error('oh'); missing()</script>"
+    )
+    with Chromium(CHROMIUM, tmp_path / "profile") as browser:
+        browser.open((tmp_path / "bad.html").as_uri())
+        found = " ".join(browser.errors)
+        assert "oh" in found and "missing is not defined" in found and "ERR_FILE_NOT_FOUND" in found
+
+
+# -- what ends a build ----------------------------------------------------------------------------
+
+GOOD = {"docs/index.md": "# A\n\n[b](b.md#c)\n", "docs/b.md": "# B\n\n## C\n\n::: longmesh.f\n"}
+
+
+def small_site(folder: Path, pages: dict[str, str], source: str) -> Path:
+    """A site of two pages about a package of one file, with our settings."""
+    made = folder / "made"
+    for name, text in {**GOOD, **pages, "src/longmesh/__init__.py": source}.items():
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_text(text)
+    target = folder / "site"
+    target.mkdir()
+    lay_out(target, made / "docs", made / "src")
+    settings = (target / "mkdocs.yml").read_text().split("\nnav:\n")[0]
+    (target / "mkdocs.yml").write_text(settings + "\nnav: [index.md, b.md]\n")
+    return target
+
+
+def test_a_sound_site_is_built(tmp_path):
+    built = run_mkdocs(small_site(tmp_path, {}, '"""P."""\ndef f():\n    """Told."""\n'))
+    assert is_clean(built), built.stdout
+
+
+def test_a_missing_docstring_and_a_broken_link_end_the_build(tmp_path):
+    pages = {"docs/index.md": "# A\n\n[b](none.md) [c](b.md#none)\n"}
+    built = run_mkdocs(small_site(tmp_path, pages, '"""P."""\ndef f(): ...\n'))
+    assert built.returncode == 1
+    assert "b.md: longmesh.f has no docstring" in built.stdout
+    assert "'none.md', but the target is not found" in built.stdout
+    assert "does not contain an anchor '#none'" in built.stdout
+    assert "Aborted with 3 warnings in strict mode" in built.stdout
+
+
+def test_a_page_that_is_in_no_menu_ends_the_build(tmp_path):
+    built = run_mkdocs(small_site(tmp_path, {"docs/c.md": "# C\n"}, '"""P."""\ndef f():\n    """Told."""\n'))
+    assert built.returncode == 1 and "c.md" in built.stdout
