@@ -16,14 +16,24 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention.flex_attention import create_block_mask
 
-from longmesh.attention import ContextParallel, Hybrid, Layout, Ownership, Ring, Workload, Zigzag, masks
+from longmesh.attention import (
+    ContextParallel,
+    Hybrid,
+    Layout,
+    Ownership,
+    Ring,
+    Ulysses,
+    Workload,
+    Zigzag,
+    masks,
+)
 from longmesh.testing.mesh import cpu_mesh
 from support.attention_reference import check_close, dense, inputs, reference
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "round_robin", "solve")
-EXCHANGES = ("ring", "allgather", "ulysses", "sparse")
+EXCHANGES = ("ring", "allgather", Ulysses(groups=2), "sparse")
 EVERY = (*itertools.product(LAYOUTS, EXCHANGES), ("auto", "auto"))
-ON_TWO_AXES = (*itertools.product(LAYOUTS, ("hybrid", Hybrid(outer=Ring()))), ("auto", "auto"))
+ON_TWO_AXES = (*itertools.product(LAYOUTS, ("hybrid", Hybrid(outer=Ring(), groups=2))), ("auto", "auto"))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 HEADS = (
     (4, 2),
@@ -162,7 +172,7 @@ def test_masks_and_layouts_on_two_axes(pool, mesh_shape, step):
 
 def test_heads_and_dtypes(pool):
     heads = [(4, 4), (6, 1), (6, 2), (3, 3), (1, 1), (8, 2)]
-    choices = tuple(itertools.product(("zigzag",), EXCHANGES))
+    choices = tuple(itertools.product(("zigzag",), ("ring", "sparse", "ulysses", Ulysses(groups=3))))
     groups = [
         Group(masks.documents([17, 6, 14]), B=2, H=H, G=G, E=E, dtype=dtype, choices=choices)
         for (H, G), E in zip(heads, (8, 4, 8, 12, 8, 8), strict=True)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from longmesh.attention import ContextParallel, masks
+from longmesh.attention import ContextParallel, Hybrid, Ulysses, masks
 from longmesh.attention.op import attend
 from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError
@@ -75,7 +75,9 @@ def test_what_is_sent_is_what_the_plan_says(pool):
         ((3,), masks.sliding_window(50), "contiguous", "ring"),
         ((3,), masks.causal(), "zigzag", "allgather"),
         ((3,), masks.causal(), "zigzag", "ulysses"),
+        ((3,), masks.causal(), "zigzag", Ulysses(groups=2)),
         ((2, 2), documents, "zigzag", "hybrid"),
+        ((2, 2), documents, "zigzag", Hybrid(groups=2)),
     ):
         ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
         results = pool.run(
@@ -106,7 +108,7 @@ def compiled(exchange, layout, backend, batches=(2,)):
 def test_compiled_is_one_graph(pool):
     for case in (
         ("ring", "zigzag", "aot_eager", (2, 3)),
-        ("ulysses", "zigzag", "aot_eager"),
+        (Ulysses(groups=2), "zigzag", "aot_eager"),
         ("sparse", "solve", "aot_eager"),
     ):
         assert pool.run(compiled, *case, ranks=2, timeout=300.0) == [True] * 2
@@ -128,7 +130,7 @@ def check_op(exchange):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_the_op_keeps_what_it_declares(pool):
-    for exchange in ("ring", "ulysses"):
+    for exchange in ("ring", Ulysses(groups=2)):
         assert pool.run(check_op, exchange, ranks=2, timeout=120.0) == [True] * 2
 
 

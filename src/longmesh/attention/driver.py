@@ -14,12 +14,13 @@ Collective: every rank of the mesh runs the same plan. Nothing here can fail for
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longmesh.attention.exchange.ulysses import HeadGroup
 from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Score, Work, zero_like
 from longmesh.attention.merge import Partial, accumulate_dtype, empty_partial, merge_
 from longmesh.attention.route import Move, Route
@@ -38,6 +39,14 @@ class Task:
     outer: AxisGroup | None
     inner: AxisGroup | None
     batch_start: int = 0
+    heads: HeadGroup | None = None  # the buffers hold these only; None: all
+
+    def by_heads(self) -> list[Task]:
+        """This task for each group of heads in turn; itself, if heads are not split."""
+        share = self.route.plan.heads
+        if self.inner is None or share is None:
+            return [self]
+        return [replace(self, heads=group) for group in share.groups]
 
     def start(self, move: Move, source_SW: Tensor) -> Pending:
         """Start moving rows between the ranks that own keys."""
@@ -173,7 +182,7 @@ class Unit(NamedTuple):
 def units_of(task: Task, batch: int) -> list[Unit]:
     """The whole buffers, unless heads are split so that groups of query heads are cut; then batch row by row,
     since only there a part of the heads is one dim with the batch."""
-    heads = task.route.plan.heads
+    heads = task.heads
     if heads is None:
         return [Unit(slice(None), slice(None), slice(None), 0)]
     if len(heads.parts) == 1:

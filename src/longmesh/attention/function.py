@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longmesh.attention.driver import Task, run_backward, run_forward
-from longmesh.attention.heads import KV, Q, to_heads, to_tokens
+from longmesh.attention.exchange.ulysses import HeadGroup
+from longmesh.attention.heads import KV, Q, by_head_groups
 from longmesh.attention.kernel.base import Gradients, finish, zero_like
 from longmesh.attention.merge import apply_sinks, sinks_gradient
 from longmesh.comm import AxisGroup, collectives
@@ -65,7 +66,7 @@ class Attend(torch.autograd.Function):
 def forward_rows(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The output of this rank's tokens, and six tensors for each batch row of the plan."""
+    """The output of this rank's tokens, and six tensors for each batch row and group of heads of the plan."""
     outs, saved = [], []
     with torch.autocast(q.device.type, enabled=False), torch._C.DisableTorchFunction():
         for task, b in call.batches():
@@ -82,45 +83,68 @@ def backward_rows(
     """dq, dk and dv in the accumulating dtype; `dsinks` and what is in `totals` grow."""
     rows = []
     with torch.autocast(dout.device.type, enabled=False), torch._C.DisableTorchFunction():
-        for i, (task, b) in enumerate(call.batches()):
-            kept = saved[6 * i : 6 * i + 6]
+        batches = call.batches()
+        each = len(saved) // len(batches)
+        for i, (task, b) in enumerate(batches):
+            kept = saved[each * i : each * (i + 1)]
             rows.append(_backward_row(task, dout[b], kept, sinks, dsinks, totals, kv_heads))
     return rows[0] if len(rows) == 1 else [torch.cat(parts) for parts in zip(*rows, strict=True)]
 
 
 def _forward_row(task: Task, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):
-    """The output of this rank's tokens, and the six tensors that backward needs."""
-    num_heads, dtype = q.shape[1], q.dtype
-    if task.inner is not None:
-        q, k, v = to_heads(task, (q, k, v), (Q, KV, KV))
-    state, remote_q = run_forward(task, q, k, v)
-    if sinks is not None:
-        state = apply_sinks(state, sinks[_my_heads(task)])
-    out = state.out_BHSD.to(dtype)
-    kept = [q, k, v, *state, remote_q]
-    if task.inner is not None:
-        (out,) = to_tokens(task, [out], [Q], [num_heads])
+    """The output of this rank's tokens, and the six tensors that backward needs for each group of heads."""
+    kept: list[Tensor | None] = []
+
+    def compute(_number: int, task: Task, qkv: Sequence[Tensor]) -> list[Tensor]:
+        state, remote_q = run_forward(task, *qkv)
+        if sinks is not None:
+            state = apply_sinks(state, sinks[_heads_of(task)])
+        kept.extend((*qkv, *state, remote_q))
+        return [state.out_BHSD.to(q.dtype)]
+
+    if task.inner is None:
+        (out,) = compute(0, task, (q, k, v))
+    else:
+        (out,) = by_head_groups(task, (q, k, v), (Q, KV, KV), compute, [Q], [q.shape[1]])
     return out, kept
 
 
 def _backward_row(task: Task, dout, kept, sinks, dsinks, totals: Gradients, kv_heads: int):
-    q, k, v, out, lse, remote_q = kept
-    num_heads = dout.shape[1]
-    if task.inner is not None:
-        (dout,) = to_heads(task, [dout], [Q])
-    final = finish(out, lse, dout)
-    if dsinks is not None:
-        heads = _my_heads(task)
-        dsinks[heads] += sinks_gradient(sinks[heads], final.lse_BHS, final.delta_BHS)
-    grads = run_backward(task, q, k, v, remote_q, final, totals)
-    if task.inner is not None:
-        return to_tokens(task, grads, (Q, KV, KV), (num_heads, kv_heads, kv_heads))
-    return grads
+    rest = SharedKeyHead()
+
+    def compute(number: int, task: Task, douts: Sequence[Tensor]) -> Sequence[Tensor]:
+        q, k, v, out, lse, remote_q = kept[6 * number : 6 * number + 6]
+        final = finish(out, lse, douts[0])
+        if dsinks is not None:
+            heads = _heads_of(task)
+            dsinks[heads] += sinks_gradient(sinks[heads], final.lse_BHS, final.delta_BHS)
+        grads = run_backward(task, q, k, v, remote_q, final, totals)
+        return grads if task.heads is None else rest.settle(task.heads, *grads)
+
+    if task.inner is None:
+        return compute(0, task, [dout])
+    num_heads = dout.shape[1], kv_heads, kv_heads
+    return by_head_groups(task, [dout], [Q], compute, (Q, KV, KV), num_heads)
 
 
-def _my_heads(task: Task) -> slice:
-    heads = task.route.plan.heads
-    return slice(None) if heads is None else slice(heads.q_start, heads.q_stop)
+class SharedKeyHead:
+    """The gradient of a key head that more than one group of heads reads: it grows until the last one."""
+
+    def __init__(self) -> None:
+        self._so_far: list[Tensor] | None = None
+
+    def settle(self, group: HeadGroup, dq: Tensor, dk: Tensor, dv: Tensor) -> list[Tensor]:
+        """The gradients that are complete with this group; what is not is kept for the next."""
+        if self._so_far is not None:
+            for grad, before in zip((dk, dv), self._so_far, strict=True):
+                grad[:, :1] += before
+        done = group.kv_done - group.kv_start
+        self._so_far = None if group.kv_done == group.kv_stop else [dk[:, done:], dv[:, done:]]
+        return [dq, dk[:, :done], dv[:, :done]]
+
+
+def _heads_of(task: Task) -> slice:
+    return slice(None) if task.heads is None else slice(task.heads.q_start, task.heads.q_stop)
 
 
 class Gather(torch.autograd.Function):

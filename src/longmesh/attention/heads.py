@@ -1,8 +1,12 @@
-"""Sequence shards to head shards and back: the all-to-all inside a group that splits heads.
+"""Sequence shards to head shards and back: the all-to-alls inside a group of ranks that splits heads.
 
     before: all heads of my tokens        after: my heads of the group's tokens
 
-Shapes: B batch, H and G all query and key heads, h and g mine, T my tokens, S the group's, D head dim.
+    to heads    | 0 | 1 | 2 |             one group of heads after the other: the next one is on its way, and
+    compute         | 0 | 1 | 2 |         so are the results of the one before, while a group is computed
+    to tokens           | 0 | 1 | 2 |
+
+Shapes: B batch, H all heads, h mine, T my tokens, S the group's, D head dim.
 
 Tensors are of two kinds: those with query heads (q, out) and those with key heads (k, v). A key head may be
 read by several ranks: on the way back its gradients are summed.
@@ -12,70 +16,167 @@ Collective: every rank of the group calls these, with tensors of the same kinds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from longmesh.attention.driver import Task
+from longmesh.attention.exchange.ulysses import HeadGroup, HeadShare
+from longmesh.attention.route import Where
 from longmesh.attention.rows import from_rows, width_of
+from longmesh.comm.p2p import Pending
 
 Q, KV = "query heads", "key heads"
+Compute = Callable[[int, Task, list[Tensor]], Sequence[Tensor]]
 
 
-def _heads(task: Task, peer: int, kind: str) -> slice:
-    share = task.route.row.rank(peer).heads
-    assert share is not None, "the plan splits heads"
-    return slice(share.q_start, share.q_stop) if kind == Q else slice(share.kv_start, share.kv_stop)
+def by_head_groups(
+    task: Task, tensors_BHTD: Sequence[Tensor], kinds: Sequence[str], compute: Compute,
+    result_kinds: Sequence[str], num_heads: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    """What `compute` makes of each group of my heads, as all heads of my tokens, (B, H, T, D) each.
+
+    `compute(number, task, tensors)` is given all the group's tokens, (B, h, S, D) each, and returns results with
+    its query heads, or those of its key heads that are done.
+    """
+    tasks = task.by_heads()
+    there, back = ToHeads(task, tensors_BHTD, kinds), ToTokens(task, result_kinds, num_heads)
+    coming, leaving = there.start(0), None
+    for number, part in enumerate(tasks):
+        there.place(number, coming.wait())
+        if number + 1 < len(tasks):
+            coming = there.start(number + 1)
+        results = compute(number, part, there.of(number))
+        if leaving is not None:
+            back.place(number - 1, leaving.wait())
+        leaving = back.start(number, results)
+    assert leaving is not None, "there is a group at least"
+    back.place(len(tasks) - 1, leaving.wait())
+    return back.whole
 
 
-def _exchange(task: Task, parts: Sequence[Sequence[Tensor]], recv_counts: list[int]) -> Sequence[Tensor]:
-    """Send each peer its parts, tokens outermost, and return what each peer sent, flat."""
+def to_tokens(
+    task: Task, by_group: Sequence[Sequence[Tensor]], kinds: Sequence[str], num_heads: Sequence[int]
+) -> list[Tensor]:
+    """All heads of my tokens, (B, H, T, D) each, from what each group of heads has: (B, h, S, D)."""
+    back = ToTokens(task, kinds, num_heads)
+    for number, tensors in enumerate(by_group):
+        back.place(number, back.start(number, tensors).wait())
+    return back.whole
+
+
+def _share(task: Task, rank: int) -> HeadShare:
+    row = task.route.row
+    assert row.shares is not None, "the plan splits heads"
+    return row.shares[rank % row.inner]
+
+
+def _coming(group: HeadGroup, kind: str) -> slice:
+    return slice(group.q_start, group.q_stop) if kind == Q else slice(group.kv_new, group.kv_stop)
+
+
+def _leaving(group: HeadGroup, kind: str) -> slice:
+    return slice(group.q_start, group.q_stop) if kind == Q else slice(group.kv_start, group.kv_done)
+
+
+def _start(task: Task, parts: Sequence[Sequence[Tensor]], recv_counts: list[int]) -> Pending:
+    """Start sending each peer its parts, tokens outermost."""
     every = [part for of_peer in parts for part in of_peer]
     flat = every[0].new_empty(sum(part.numel() for part in every))
     for part, chunk in zip(every, flat.split([part.numel() for part in every]), strict=True):
         from_rows(chunk.view(part.shape[2], width_of(part)), part)[0].copy_(part)
     send_counts = [sum(part.numel() for part in of_peer) for of_peer in parts]
-    pending = task.transfer(flat.unsqueeze(-1), send_counts, recv_counts, task.inner)
-    return pending.wait().flatten().split(recv_counts)
+    return task.transfer(flat.unsqueeze(-1), send_counts, recv_counts, task.inner)
 
 
-def to_heads(task: Task, tensors_BHTD: Sequence[Tensor], kinds: Sequence[str]) -> list[Tensor]:
-    """My heads of all the group's tokens, (B, h, S, D) each."""
-    route, pairs = task.route, list(zip(tensors_BHTD, kinds, strict=True))
-    mine = [t[:, _heads(task, route.plan.rank, kind)] for t, kind in pairs]
-    widths = [width_of(t) for t in mine]
-    tokens = [route.row.ownership.counts[peer] for peer in route.peers]
-    parts = [[t[:, _heads(task, peer, kind)] for t, kind in pairs] for peer in route.peers]
-    received = _exchange(task, parts, [n * sum(widths) for n in tokens])
-    whole = [tensors_BHTD[0].new_empty((route.tokens_in_group, width)) for width in widths]
-    for chunk, n, rows in zip(received, tokens, route.peer_rows, strict=True):
-        pieces = chunk.split([n * width for width in widths])
-        for target, piece, width in zip(whole, pieces, widths, strict=True):
-            target[rows] = piece.view(n, width)
-    return [from_rows(rows, like)[0] for rows, like in zip(whole, mine, strict=True)]
+def _put(target_BhSD: Tensor, rows: Where, values_BhTD: Tensor) -> None:
+    if isinstance(rows, slice):
+        target_BhSD[:, :, rows] = values_BhTD
+    else:
+        target_BhSD.index_copy_(2, rows.to(values_BhTD.device), values_BhTD)
 
 
-def to_tokens(
-    task: Task, tensors_BhSD: Sequence[Tensor], kinds: Sequence[str], num_heads: Sequence[int]
-) -> list[Tensor]:
-    """All heads of my tokens, (B, H, T, D) each; a head that several ranks hold is summed."""
-    route, tokens = task.route, task.route.plan.tokens
-    parts = [[t[:, :, rows] for t in tensors_BhSD] for rows in route.peer_rows]
-    slices = [[_heads(task, peer, kind) for kind in kinds] for peer in route.peers]
-    sizes = [
-        [
-            (h.stop - h.start) * tokens * t.shape[0] * t.shape[3]
-            for h, t in zip(heads, tensors_BhSD, strict=True)
+class ToHeads:
+    """Tensors of my tokens on their way to the ranks that compute their heads, and what comes to me."""
+
+    def __init__(self, task: Task, tensors_BHTD: Sequence[Tensor], kinds: Sequence[str]) -> None:
+        self._task, self._tensors, self._kinds = task, tensors_BHTD, kinds
+        self._tokens = [task.route.row.ownership.counts[peer] for peer in task.route.peers]
+        self._mine = _share(task, task.route.plan.rank)
+        self._first = [self._mine.q_start if kind == Q else self._mine.kv_start for kind in kinds]
+        self._whole = [self._buffer(t, kind) for t, kind in zip(tensors_BHTD, kinds, strict=True)]
+
+    def _buffer(self, tensor_BHTD: Tensor, kind: str) -> Tensor:
+        B, _, _, D = tensor_BHTD.shape
+        mine = self._mine
+        h = mine.q_stop - mine.q_start if kind == Q else mine.kv_stop - mine.kv_start
+        rows_SBhD = tensor_BHTD.new_empty((self._task.route.tokens_in_group, B, h, D))
+        return rows_SBhD.permute(1, 2, 0, 3)
+
+    def _part(self, number: int) -> list[Tensor]:
+        """Of my buffers, the heads that come with a group."""
+        group = self._mine.groups[number]
+        slices = [_coming(group, kind) for kind in self._kinds]
+        return [
+            whole[:, heads.start - first : heads.stop - first]
+            for whole, heads, first in zip(self._whole, slices, self._first, strict=True)
         ]
-        for heads in slices
-    ]
-    received = _exchange(task, parts, [sum(of_peer) for of_peer in sizes])
-    out = [
-        t.new_zeros((t.shape[0], count, tokens, t.shape[3]))
-        for t, count in zip(tensors_BhSD, num_heads, strict=True)
-    ]
-    for chunk, of_peer, heads in zip(received, sizes, slices, strict=True):
-        for target, piece, h in zip(out, chunk.split(of_peer), heads, strict=True):
-            part = target[:, h]
-            part += from_rows(piece.view(tokens, width_of(part)), part)[0]
-    return out
+
+    def start(self, number: int) -> Pending:
+        pairs = list(zip(self._tensors, self._kinds, strict=True))
+        groups = [_share(self._task, peer).groups[number] for peer in self._task.route.peers]
+        parts = [[t[:, _coming(group, kind)] for t, kind in pairs] for group in groups]
+        width = sum(width_of(part) for part in self._part(number))
+        return _start(self._task, parts, [n * width for n in self._tokens])
+
+    def place(self, number: int, received: Tensor) -> None:
+        targets = self._part(number)
+        widths = [width_of(target) for target in targets]
+        chunks = received.flatten().split([n * sum(widths) for n in self._tokens])
+        for chunk, n, rows in zip(chunks, self._tokens, self._task.route.peer_rows, strict=True):
+            for target, piece, width in zip(
+                targets, chunk.split([n * w for w in widths]), widths, strict=True
+            ):
+                _put(target, rows, from_rows(piece.view(n, width), target)[0])
+
+    def of(self, number: int) -> list[Tensor]:
+        """The tensors of a group: the heads that came with it, and those before that it reads too."""
+        group = self._mine.groups[number]
+        bounds = {Q: (group.q_start, group.q_stop), KV: (group.kv_start, group.kv_stop)}
+        return [
+            whole[:, bounds[kind][0] - first : bounds[kind][1] - first]
+            for whole, kind, first in zip(self._whole, self._kinds, self._first, strict=True)
+        ]
+
+
+class ToTokens:
+    """Results of my heads on their way to the ranks that own the tokens, and what comes to me."""
+
+    def __init__(self, task: Task, kinds: Sequence[str], num_heads: Sequence[int]) -> None:
+        self._task, self._kinds, self._num_heads = task, kinds, num_heads
+        self.whole: list[Tensor] = []
+
+    def start(self, number: int, tensors_BhSD: Sequence[Tensor]) -> Pending:
+        """Start sending a group's results."""
+        route, tokens = self._task.route, self._task.route.plan.tokens
+        if not self.whole:
+            self.whole = [
+                t.new_zeros((t.shape[0], count, tokens, t.shape[3]))
+                for t, count in zip(tensors_BhSD, self._num_heads, strict=True)
+            ]
+        parts = [[t[:, :, rows] for t in tensors_BhSD] for rows in route.peer_rows]
+        counts = [sum(t.numel() for t in self._targets(number, peer)) for peer in route.peers]
+        return _start(self._task, parts, counts)
+
+    def _targets(self, number: int, peer: int) -> list[Tensor]:
+        """Where the results of a peer's group go."""
+        group = _share(self._task, peer).groups[number]
+        return [t[:, _leaving(group, kind)] for t, kind in zip(self.whole, self._kinds, strict=True)]
+
+    def place(self, number: int, received: Tensor) -> None:
+        """Adds what came: a key head is held by several ranks."""
+        targets = [self._targets(number, peer) for peer in self._task.route.peers]
+        every = [target for of_peer in targets for target in of_peer]
+        pieces = received.flatten().split([target.numel() for target in every])
+        for target, piece in zip(every, pieces, strict=True):
+            target += from_rows(piece.view(target.shape[2], width_of(target)), target)[0]

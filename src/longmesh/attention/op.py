@@ -58,11 +58,20 @@ def register_caller(caller: Caller) -> str:
     return _registry.add(caller)
 
 
+def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the dtype that autocast asks for, if it is on for their device."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
 @torch.library.custom_op("longmesh::attend", mutates_args=())
 def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, name: str, scale: float | None
 ) -> list[Tensor]:
-    """The output, then for each batch row of the plan what backward needs. Collective over the mesh."""
+    """The output, then for each batch row and group of heads of the plan what backward needs. Collective over
+    the mesh."""
     call = _registry.get(name).enter(q, k, v, sinks, Score(scale))
     out, saved = forward_rows(call, q, k, v, sinks)
     split = call.tasks[0].inner is not None
@@ -78,11 +87,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, name: str, scale: f
         call = _registry.get(name).prepare(q, k, v, Score(scale))
     except LongmeshError:  # the op itself will raise it, on every rank; here it would on this one alone
         return found
-    for task in call.tasks:
-        route, share = task.route, task.route.plan.heads
+    for task in [part for whole in call.tasks for part in whole.by_heads()]:
+        route, group = task.route, task.heads
         b, S = B // len(call.tasks), route.tokens_in_group
-        h = H if share is None else share.q_stop - share.q_start
-        g = k.shape[1] if share is None else share.kv_stop - share.kv_start
+        h = H if group is None else group.q_stop - group.q_start
+        g = k.shape[1] if group is None else group.kv_stop - group.kv_start
         if task.inner is not None:
             found += [q.new_empty((b, *shape)) for shape in ((h, S, D), (g, S, D), (g, S, E))]
         found += [q.new_empty((b, h, S, E), dtype=wide), q.new_empty((b, h, S), dtype=wide)]
@@ -99,7 +108,7 @@ def attend_backward(
     """Gradients of q, k, v and, if given, sinks. Collective over the mesh."""
     call = _registry.get(name).prepare(q, k, v, Score(scale))
     rest, saved = list(kept), []
-    for task, b in call.batches():
+    for task, b in [(part, b) for whole, b in call.batches() for part in whole.by_heads()]:
         own = [rest.pop(0) for _ in range(3)] if task.inner is not None else [q[b], k[b], v[b]]
         state = [rest.pop(0), rest.pop(0)]
         saved += [*own, *state, rest.pop(0) if task.route.has_remote_queries else None]

@@ -16,14 +16,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longmesh.attention import UNBOUNDED, AttentionPlan, Exchange, Sparse, masks, plan_attention
+from longmesh.attention import (
+    UNBOUNDED,
+    AttentionPlan,
+    Exchange,
+    Hybrid,
+    Ring,
+    Sparse,
+    Ulysses,
+    masks,
+    plan_attention,
+)
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.mask.slices import area, make_slices, union
 from support.attention_reference import check_close, inputs, reference
 from support.simulated_ranks import Clock, Network, attend
 
-ON_ONE_AXIS = ("ring", "allgather", "sparse", "ulysses", "auto")
+ON_ONE_AXIS = ("ring", "allgather", "sparse", "auto", "ulysses", Ulysses(groups=2), Ulysses(groups=3))
+ON_TWO_AXES = ("hybrid", Hybrid(groups=2), Hybrid(outer=Ring(), groups=3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +92,7 @@ def test_unions_of_slices_on_any_ranks(data):
         ranks=(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))) if two_axes else ranks,
         mask=mask,
         layout=data.draw(st.sampled_from(sorted(LAYOUTS))),
-        exchange="hybrid" if two_axes else data.draw(st.sampled_from(ON_ONE_AXIS)),
+        exchange=data.draw(st.sampled_from(ON_TWO_AXES if two_axes else ON_ONE_AXIS)),
         chunk=data.draw(st.integers(1, 9)),
         num_heads=H,
         num_kv_heads=G,
@@ -213,7 +224,7 @@ def time_on(
         yield
         slowest[half] = max(slowest[half], clock.now_s - start)
 
-    tensors = inputs(1, 8, 8, plan.seq_len, 8, 8, torch.float32)
+    tensors = inputs(1, plan.num_heads, plan.num_kv_heads, plan.seq_len, 8, 8, torch.float32)
     networks = {"network": Network(transfer_s, clock), "way_back": Network(transfer_s, clock)}
     attend(plan, tensors, kernel=Timed(clock, forward_s, backward_s), watch=watch, **networks)
     return slowest
@@ -231,6 +242,31 @@ def test_transfers_are_under_way_while_computing(exchange, ranks, stages):
     assert found["forward"] == pytest.approx(stages * 0.05)
     assert found["backward"] == pytest.approx(stages * 0.15 + 0.02)
     assert found["backward"] < 1.1 * stages * 0.15
+
+
+@pytest.mark.parametrize("kv_heads", [16, 1])
+def test_groups_of_heads_are_under_way_while_computing(kv_heads):
+    """All but the way of the first group to the heads, and of the last one's results back."""
+    heads = {"num_heads": 16, "num_kv_heads": kv_heads}
+    plan = plan_attention(seq_len=16, ranks=2, layout="zigzag", exchange=Ulysses(groups=8), **heads)
+    found = time_on(plan, transfer_s=0.02, forward_s=0.05, backward_s=0.15)
+    assert found["forward"] == pytest.approx(8 * 0.05 + 2 * 0.02)
+    assert found["forward"] <= 1.1 * 8 * 0.05
+    assert found["backward"] == pytest.approx(8 * 0.15 + 2 * 0.02)
+    slow = time_on(plan, transfer_s=0.02, forward_s=0.005, backward_s=0.005)
+    assert slow["forward"] == pytest.approx(8 * 0.02 + 0.005 + 0.02)
+    assert slow["backward"] == pytest.approx(8 * 0.02 + 0.005 + 0.02)
+
+
+def test_groups_of_heads_and_stages_are_under_way_while_computing():
+    """Backward also waits for the gradients of each group's last stage."""
+    exchange = Hybrid(outer=Ring(), groups=4)
+    plan = plan_attention(seq_len=16, ranks=(2, 3), mask=masks.full(), layout="contiguous", exchange=exchange)
+    found = time_on(plan, transfer_s=0.02, forward_s=0.05, backward_s=0.15)
+    assert found["forward"] == pytest.approx(4 * 3 * 0.05 + 2 * 0.02)
+    assert found["forward"] < 1.1 * 4 * 3 * 0.05
+    assert found["backward"] == pytest.approx(4 * (3 * 0.15 + 0.02) + 2 * 0.02)
+    assert found["backward"] < 1.1 * 4 * 3 * 0.15
 
 
 @pytest.mark.parametrize("ranks", [4, 8])

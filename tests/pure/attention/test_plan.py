@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from longmesh.attention import Layout, Ownership, RowPlan, Rows, Workload, masks, plan_attention
+from longmesh.attention import Layout, Ownership, RowPlan, Rows, Ulysses, Workload, masks, plan_attention
 from longmesh.attention.exchange.named import EXCHANGES
+from longmesh.attention.exchange.ulysses import share_heads
 from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.errors import LongmeshError
@@ -296,6 +297,40 @@ def test_heads_are_shared_out_with_the_key_heads_they_read(heads, kv_heads, rank
             ]
     assert read == [(h, h * kv_heads // heads) for h in range(heads)]
     assert sum(s.sent_bytes for s in plan.stats()) == sum(s.received_bytes for s in plan.stats())
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 5), st.integers(1, 6))
+def test_groups_of_heads_bring_each_head_once(kv_heads, per_key, ranks, groups):
+    for share in share_heads(kv_heads * per_key, kv_heads, ranks, groups):
+        assert len(share.groups) == groups
+        queries, come, leave = [], [], []
+        for group in share.groups:
+            queries += range(group.q_start, group.q_stop)
+            come += range(group.kv_new, group.kv_stop)
+            leave += range(group.kv_start, group.kv_done)
+            read = {head // per_key for head in range(group.q_start, group.q_stop)}
+            assert sorted(read) == list(range(group.kv_start, group.kv_stop))
+            assert read <= set(come)
+        assert queries == list(range(share.q_start, share.q_stop))
+        assert come == leave == list(range(share.kv_start, share.kv_stop))
+
+
+def test_long_sequences_travel_in_groups_of_heads_and_short_ones_at_once():
+    def groups(seq_len: int, exchange: str = "ulysses", **choices) -> int:
+        options = {"ranks": 2, "layout": "zigzag", "exchange": exchange} | choices
+        shares = plan_attention(seq_len=seq_len, **options).rows[0].shares
+        assert shares is not None
+        return len(shares[0].groups)
+
+    assert groups(512) == groups(512, num_kv_heads=1) == 1
+    assert groups(1 << 16) == groups(1 << 16, num_kv_heads=1) == 4
+    assert groups(1 << 16, num_heads=64) == 8
+    assert groups(1 << 16, ranks=1) == 1
+    # Between groups of ranks a key head would travel with each group of heads that reads it.
+    assert groups(1 << 16, "hybrid", ranks=(2, 2)) == 4
+    assert groups(1 << 16, "hybrid", ranks=(2, 2), num_kv_heads=2) == 1
+    with pytest.raises(LongmeshError, match="groups=0: heads travel in at least 1 group"):
+        Ulysses(groups=0)
 
 
 DIGEST = """

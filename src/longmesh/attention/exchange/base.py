@@ -20,6 +20,7 @@ class Exchange(abc.ABC):
 
     relays: bool = False  # True: a stage comes from the rank before, out of its buffer of the stage before
     splits_heads: bool = False  # True: an all-to-all turns sequence shards into head shards first
+    groups: int | None = None  # in how many groups of heads, where they are split; None: by their size
 
     @abc.abstractmethod
     def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:

@@ -13,13 +13,14 @@ import numpy as np
 
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.exchange.sparse import Sparse
+from longmesh.attention.exchange.ulysses import check_groups
 from longmesh.attention.layout.base import Ownership
 from longmesh.errors import LongmeshError
 
 
 @dataclasses.dataclass(frozen=True)
 class Hybrid(Exchange):
-    """Ulysses inside groups of ranks, `outer` between the groups.
+    """Ulysses inside groups of ranks, `outer` between them; `groups` of heads as in `Ulysses`.
 
     >>> plan = plan_attention(seq_len=4096, ranks=(2, 2), exchange=Hybrid(outer=Ring()))  # two hosts of two ranks
     >>> plan.inner, plan.outer
@@ -27,9 +28,11 @@ class Hybrid(Exchange):
     """
 
     outer: Exchange = Sparse()  # noqa: RUF009 (frozen)
+    groups: int | None = None
     splits_heads = True
 
     def __post_init__(self) -> None:
+        check_groups(self.groups)
         if self.outer.splits_heads:
             raise LongmeshError(
                 f"Hybrid(outer={self.outer}): the outer exchange moves keys; use Ring() or Sparse()"

@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.exchange.ulysses import share_heads
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import stride_slices
-from longmesh.attention.plan.api import plan_attention
+from longmesh.attention.plan.api import head_shares, plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
 from longmesh.attention.plan.schedule import make_schedule
 
@@ -40,7 +39,8 @@ def adapt_plan(
     pairs = zip(plan.rows, fresh.rows, strict=True)
     if all(_cut(old) == _cut(new) for old, new in pairs):
         return fresh
-    shares = share_heads(num_heads, num_kv_heads, plan.inner) if plan.exchange.splits_heads else None
+    counts = num_heads, num_kv_heads, head_dim * dtype_bytes
+    shares = head_shares(plan.exchange, plan.inner, plan.outer, plan.seq_len, *counts)
     rows: list[RowPlan] = []
     for number, row in enumerate(plan.rows):
         grouped = row.schedule.ownership

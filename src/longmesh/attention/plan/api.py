@@ -12,7 +12,7 @@ from longmesh.attention.exchange.hybrid import Hybrid
 from longmesh.attention.exchange.named import exchange_of
 from longmesh.attention.exchange.ring import Ring
 from longmesh.attention.exchange.sparse import Sparse
-from longmesh.attention.exchange.ulysses import Ulysses, share_heads
+from longmesh.attention.exchange.ulysses import HeadShare, Ulysses, count_groups, share_heads
 from longmesh.attention.layout.auto import Auto
 from longmesh.attention.layout.base import Layout, Ownership, Workload, collect, even_bounds
 from longmesh.attention.layout.contiguous import Contiguous
@@ -157,7 +157,7 @@ def _plan(request: Request) -> AttentionPlan:
     exchange, seq_len = request.exchange, request.seq_len
     inner, outer = _groups(exchange, request.inner, request.outer)
     heads = request.num_heads, request.num_kv_heads
-    shares = share_heads(*heads, inner) if exchange.splits_heads else None
+    shares = head_shares(exchange, inner, outer, seq_len, *heads, request.head_dim * request.dtype_bytes)
     rows: list[RowPlan] = []
     for row in range(request.mask.num_rows):
         slices = _slices(request.mask, seq_len, row, heads[0])
@@ -179,6 +179,19 @@ def _plan(request: Request) -> AttentionPlan:
         dtype_bytes=request.dtype_bytes,
         rows=tuple(rows),
     )
+
+
+def head_shares(
+    exchange: Exchange, inner: int, outer: int, seq_len: int, num_heads: int, num_kv_heads: int, element_bytes: int
+) -> tuple[HeadShare, ...] | None:  # fmt: skip
+    """Each rank's heads in a group that splits them, if the exchange does; `element_bytes`: a token of one head."""
+    if not exchange.splits_heads:
+        return None
+    if inner == 1:
+        return share_heads(num_heads, num_kv_heads, 1)
+    head_bytes = seq_len // outer * element_bytes
+    groups = exchange.groups or count_groups(num_heads, num_kv_heads, inner, head_bytes, outer > 1)
+    return share_heads(num_heads, num_kv_heads, inner, groups)
 
 
 def query_cost(request: Request) -> float:

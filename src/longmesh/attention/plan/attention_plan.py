@@ -8,7 +8,8 @@
 What an executor does for a rank, per batch row:
 
     1. if `heads` is set: all-to-all within the group, so that the query, key and value buffers hold the
-       group's tokens (my token i at row `group_rows[i]`) and my heads only;
+       group's tokens (my token i at row `group_rows[i]`) and my heads only; 2 and 3 for one group of heads
+       after the other, the next one's all-to-all under way;
     2. start stage 1's transfer, compute stage 0 (`local`: the buffer is my own shard), and so on;
     3. queries received from others (`queries_in`) lie behind my own in the query buffer; they arrive
        with stage 1's transfer; their partial results go back and are merged at home;
@@ -227,7 +228,7 @@ class AttentionPlan:
         found = hashlib.blake2b(f"{self.seq_len} {self.inner} {self.outer}".encode(), digest_size=8)
         for row in self.rows:
             s = row.schedule
-            found.update(repr((row.ownership.pieces, row.ownership.stride)).encode())
+            found.update(repr((row.ownership.pieces, row.ownership.stride, row.shares)).encode())
             for array in (s.fragments, s.queries, s.tiles):
                 found.update(array.tobytes())
         return found.hexdigest()

@@ -12,6 +12,7 @@ import dataclasses
 import numpy as np
 
 from longmesh.attention.exchange.fragment import RANK, STAGE, START, STOP
+from longmesh.attention.exchange.ulysses import HeadShare
 from longmesh.attention.mask.slices import area
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
 from longmesh.attention.plan.stats import rank_stats
@@ -23,6 +24,7 @@ class CostModel:
     bytes_per_us: float = 2_000.0
     call_us: float = 50.0
     transfer_us: float = 50.0
+    packing: float = 0.25  # of the time that the bytes take to travel
 
 
 def cost_us(plan: AttentionPlan, model: CostModel | None = None) -> float:
@@ -47,10 +49,18 @@ def _row_cost(plan: AttentionPlan, row: RowPlan, model: CostModel) -> float:
     np.add.at(bring[:, min(1, shape[1] - 1)], s.queries[:, RANK], away * query)
     # Transfers go on while a rank computes, so a rank waits for bytes, never for another's kernels.
     slowest = np.maximum(compute[:, :-1], bring[:, 1:]).sum(axis=1).max()
-    return float(slowest) + (_swap_us(plan, model) if row.shares else 0.0)
+    return _with_swaps(plan, row.shares, float(slowest), model) if row.shares else float(slowest)
 
 
-def _swap_us(plan: AttentionPlan, model: CostModel) -> float:
-    """The all-to-alls of split heads, which overlap with nothing."""
+def _with_swaps(
+    plan: AttentionPlan, shares: tuple[HeadShare, ...], attend_us: float, model: CostModel
+) -> float:
+    """With the all-to-alls of split heads, which overlap with attention but for those of a group of heads.
+
+    What travels is packed and unpacked besides, which overlaps with nothing.
+    """
+    groups = len(shares[0].groups)
     received = max(s.received_bytes for s in rank_stats(plan))
-    return received / model.bytes_per_us + 2 * model.transfer_us
+    swap_us = received / model.bytes_per_us
+    exposed = min(attend_us, swap_us) / groups + model.packing * swap_us + 2 * model.transfer_us
+    return max(attend_us, swap_us) + exposed + (groups - 1) * model.call_us

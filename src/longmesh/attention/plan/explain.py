@@ -26,9 +26,12 @@ def explain(plan: AttentionPlan) -> str:
     ratio = 100 * received / max(ring, 1)
     heads = f"{plan.num_heads} heads, {plan.num_kv_heads} key heads of {plan.head_dim}"
     shape = f"{plan.num_ranks} ranks" if plan.inner == 1 else f"{plan.outer} groups of {plan.inner} ranks"
+    shares = plan.rows[0].shares
+    groups = len(shares[0].groups) if shares else 1
     lines = [
         f"attention over {plan.seq_len} tokens on {shape}: {plan.mask}",
-        f"  layout {plan.layout}, exchange {plan.exchange}",
+        f"  layout {plan.layout}, exchange {plan.exchange}"
+        + (f", {groups} groups of heads: one travels while another is computed" if groups > 1 else ""),
         f"  {heads}, {plan.dtype_bytes} bytes an element",
         f"  balance: busiest rank {areas.max() / mean:.3f} of the mean area, {areas.sum():.0f} pairs in all",
         f"  traffic: {sent} received in all, {ratio:.1f}% of a full ring's keys and values",

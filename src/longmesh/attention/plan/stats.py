@@ -64,26 +64,28 @@ def _row_figures(plan: AttentionPlan, row: RowPlan) -> np.ndarray:
     pairs = np.bincount(tiles[:, 0], weights=area(tiles[:, 2:]), minlength=groups)
     calls = np.bincount(tiles[:, 0], minlength=groups)
     arrives, leaves = traffic(row)
-    held = peak_rows(row)
+    held = peak_stage_rows(row)
     out = np.zeros((plan.num_ranks, 6))
     for rank in range(plan.num_ranks):
         group = rank // plan.inner
-        heads, kv_heads, parts = _heads(plan, row, rank)
+        mine = heads_of(plan, row, rank)
         element = plan.head_dim * plan.dtype_bytes
-        key, query, result = 2 * kv_heads * element, heads * element, heads * (plan.head_dim + 1) * 4
+        # Between groups of ranks a key head travels with each group of heads that reads it.
+        key, query = 2 * sum(mine.kv_heads_of_groups) * element, mine.heads * element
+        result = mine.heads * (plan.head_dim + 1) * 4
         received = arrives[group] @ (key, query, result)
         sent = leaves[group] @ (key, query, result)
         if row.shares:
             swapped_in, swapped_out = _all_to_all_bytes(plan, row, rank)
             received, sent = received + swapped_in, sent + swapped_out
-        share = heads / plan.num_heads
+        own = row.schedule.ownership.counts[group] * mine.kv_heads
         out[rank] = (
             row.ownership.counts[rank],
-            pairs[group] * share,
+            pairs[group] * mine.heads / plan.num_heads,
             sent,
             received,
-            held[group] * key,
-            calls[group] * parts,
+            (own + held[group] * max(mine.kv_heads_of_groups)) * 2 * element,
+            calls[group] * mine.calls,
         )
     return out
 
@@ -104,35 +106,43 @@ def traffic(row: RowPlan) -> tuple[np.ndarray, np.ndarray]:
     return arrives, leaves
 
 
-def peak_rows(row: RowPlan) -> np.ndarray:
-    """For each group, the most key rows alive at once: its own, a stage's, and the next one's."""
+def peak_stage_rows(row: RowPlan) -> np.ndarray:
+    """For each group, the most key rows alive at once besides its own: a stage's, and the next one's."""
     s = row.schedule
     held = np.zeros((s.ownership.num_ranks, s.num_stages + 1), dtype=np.int64)
     np.add.at(
         held, (s.fragments[:, RANK], s.fragments[:, STAGE]), s.fragments[:, STOP] - s.fragments[:, START]
     )
-    return np.array(s.ownership.counts) + (held[:, :-1] + held[:, 1:]).max(axis=1)
+    return (held[:, :-1] + held[:, 1:]).max(axis=1)
 
 
-def _heads(plan: AttentionPlan, row: RowPlan, rank: int) -> tuple[int, int, int]:
+class RankHeads(NamedTuple):
+    """The heads of one rank: how many, in how many kernel calls a block, and the key heads of each group."""
+
+    heads: int
+    kv_heads: int
+    kv_heads_of_groups: tuple[int, ...]
+    calls: int
+
+
+def heads_of(plan: AttentionPlan, row: RowPlan, rank: int) -> RankHeads:
     if not row.shares:
-        return plan.num_heads, plan.num_kv_heads, 1
+        return RankHeads(plan.num_heads, plan.num_kv_heads, (plan.num_kv_heads,), 1)
     share = row.shares[rank % plan.inner]
-    return share.q_stop - share.q_start, share.kv_stop - share.kv_start, len(share.parts)
+    by_group = tuple(group.kv_stop - group.kv_start for group in share.groups)
+    return RankHeads(share.q_stop - share.q_start, share.kv_stop - share.kv_start, by_group, len(share.parts))
 
 
 def _all_to_all_bytes(plan: AttentionPlan, row: RowPlan, rank: int) -> tuple[int, int]:
     """Received and sent when shards of the sequence become shards of heads, and the output goes back."""
     element = plan.head_dim * plan.dtype_bytes
     group = rank // plan.inner * plan.inner
-    mine = row.ownership.counts[rank]
+    tokens, mine = row.ownership.counts, heads_of(plan, row, rank)
     received = sent = 0
     for peer in range(group, group + plan.inner):
         if peer == rank:
             continue
-        my_heads, my_kv, _ = _heads(plan, row, rank)
-        peer_heads, peer_kv, _ = _heads(plan, row, peer)
-        theirs = row.ownership.counts[peer]
-        received += (theirs * (my_heads + 2 * my_kv) + mine * peer_heads) * element
-        sent += (mine * (peer_heads + 2 * peer_kv) + theirs * my_heads) * element
-    return received, sent
+        theirs = heads_of(plan, row, peer)
+        received += tokens[peer] * (mine.heads + 2 * mine.kv_heads) + tokens[rank] * theirs.heads
+        sent += tokens[rank] * (theirs.heads + 2 * theirs.kv_heads) + tokens[peer] * mine.heads
+    return received * element, sent * element
