@@ -28,12 +28,20 @@ from longmesh.attention.cut_sequence import CutSequence
 from longmesh.attention.scope import close_scope, current_cut, default_exchange, open_scope
 from longmesh.errors import LongmeshError
 
+__all__ = ["context_parallel", "register"]
+
 NAME = "longmesh"
 _IGNORED = -100
 
 
 def register() -> None:
-    """Make attn_implementation="longmesh" known to transformers: its attention and its masks."""
+    """Make attn_implementation="longmesh" known to transformers: its attention and its masks.
+
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> register()
+    >>> config = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="longmesh")
+    """
     attention, mask = _interfaces()
     attention.register(NAME, attend)
     mask.register(NAME, no_mask)
@@ -159,6 +167,11 @@ def context_parallel(
     attention_mask (1 for tokens, 0 for padding), shaped alike. Documents packed into a row are found in position_ids
     that start again, or given by `cu_seqlens`. Labels are those of each token, not shifted: they are shifted before
     the cut, and the loss is divided by the number of labels of the whole batch.
+
+    >>> batch = {"input_ids": torch.arange(10)[None]}  # whole, on every rank
+    >>> with context_parallel(mesh, batch) as part:
+    ...     part["input_ids"].shape, part["position_ids"].shape
+    (torch.Size([1, 5]), torch.Size([1, 5]))
     """
     ids: Tensor = batch["input_ids"]
     rows, seq_len = ids.shape

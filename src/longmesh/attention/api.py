@@ -61,6 +61,13 @@ class ContextParallel:
     """Made by every rank of the mesh with the same arguments. Making it communicates nothing.
 
     Without a mesh the sequence is whole in this process: the same masks and kernels, and no process group.
+
+    >>> cp = ContextParallel(mesh, seq_len=10, mask=masks.causal(), num_heads=2, head_dim=8)
+    >>> _ = torch.manual_seed(0)
+    >>> q, k, v = (torch.randn(1, 2, 10, 8) for _ in range(3))  # whole on every rank, to be cut
+    >>> out = cp(*(cp.shard(t, dim=2) for t in (q, k, v)))
+    >>> torch.allclose(cp.unshard(out, dim=2), F.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
+    True
     """
 
     def __init__(

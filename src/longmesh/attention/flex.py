@@ -40,6 +40,13 @@ def flex_attention(
 
     Inside a scope of context parallelism: over the whole sequence, of this rank's queries, and collective. Elsewhere
     in this process alone. What `score_mod` captures gets its gradient; inside a scope each rank's share of it.
+
+    >>> def near(score, b, h, q_idx, kv_idx):
+    ...     return score - 0.1 * (q_idx - kv_idx).abs()
+    >>> q, k, v = (torch.randn(1, 2, 10, 8, requires_grad=True) for _ in range(3))
+    >>> flex_attention(q, k, v, near).sum().backward()
+    >>> q.grad.shape
+    torch.Size([1, 2, 10, 8])
     """
     if return_lse:
         raise LongmeshError(
@@ -65,6 +72,11 @@ def create_cp_block_mask(
     """This rank's rows of the BlockMask of a sequence of Q_LEN = KV_LEN tokens cut over the mesh. Sends nothing.
 
     `load_balancer`: the layout the sequence is cut with, if it is neither the open scope's nor head-tail.
+
+    >>> def causal(b, h, q_idx, kv_idx):
+    ...     return kv_idx <= q_idx
+    >>> create_cp_block_mask(causal, None, None, 1000, 1000, mesh).shape  # 500 queries here, all keys
+    (1, 1, 500, 1000)
     """
     if Q_LEN != KV_LEN:
         raise LongmeshError(

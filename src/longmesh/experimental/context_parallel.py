@@ -55,6 +55,14 @@ def context_parallel(
     Buffers keep their identity and are restored on exit, also after an exception, but for those in
     `no_restore_buffers`. Yields the engine, for its `positions`, `plan` and `explain()`. `mask` holds for every
     call of attention inside, together with the call's own `is_causal`.
+
+    >>> x = torch.randn(1, 2, 10, 8)  # batch, heads, tokens, features
+    >>> with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+    ...     print(x.shape)
+    ...     out = F.scaled_dot_product_attention(x, x, x, is_causal=True)  # over all ten tokens
+    torch.Size([1, 2, 5, 8])
+    >>> out.shape, x.shape
+    (torch.Size([1, 2, 5, 8]), torch.Size([1, 2, 10, 8]))
     """
     buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
     _check_mesh(mesh)
@@ -92,6 +100,12 @@ def enable_context_parallel(
     """From here to `disable_context_parallel`, attention in this thread runs over the whole sequence.
 
     Cuts nothing: use the engine's `shard`, or `context_parallel_shard`.
+
+    >>> cp = enable_context_parallel(mesh, seq_len=10)
+    >>> x = cp.shard(torch.randn(1, 2, 10, 8), dim=2)
+    >>> F.scaled_dot_product_attention(x, x, x, is_causal=True).shape
+    torch.Size([1, 2, 5, 8])
+    >>> disable_context_parallel()
     """
     _check_mesh(mesh)
     chosen = exchange or default_exchange()
@@ -101,7 +115,15 @@ def enable_context_parallel(
 
 
 def disable_context_parallel() -> None:
-    """End what the last `enable_context_parallel` began."""
+    """End what the last `enable_context_parallel` began.
+
+    >>> cp = enable_context_parallel(mesh, seq_len=10)
+    >>> try:
+    ...     x = cp.shard(torch.randn(1, 2, 10, 8), dim=2)
+    ...     out = F.scaled_dot_product_attention(x, x, x)  # over all ten tokens
+    ... finally:
+    ...     disable_context_parallel()
+    """
     close_scope()
 
 
@@ -114,6 +136,9 @@ def context_parallel_shard(
     """This rank's part of each tensor, in a new one, and its rows of each BlockMask. Sends nothing.
 
     Differentiable. `load_balancer`: the layout to cut with, if it is neither the open scope's nor the default.
+
+    >>> context_parallel_shard(mesh, [torch.arange(10)], [0], load_balancer="contiguous")
+    [tensor([0, 1, 2, 3, 4])]
     """
     pairs = list(zip(buffers, seq_dims, strict=True))
     lengths = [b.seq_lengths[0] if isinstance(b, BlockMask) else b.shape[d] for b, d in pairs]
@@ -152,6 +177,10 @@ def context_parallel_unshard(
     """The whole tensors from every rank's parts. Collective over the mesh; without gradients.
 
     `load_balancer`: the layout they were cut with, if it is neither the open scope's nor the default.
+
+    >>> part = context_parallel_shard(mesh, [torch.arange(10)], [0])
+    >>> context_parallel_unshard(mesh, part, [0])
+    [tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])]
     """
     if len(buffers) != len(seq_dims):
         raise LongmeshError(f"context_parallel_unshard: {len(buffers)} buffers, {len(seq_dims)} seq_dims")
@@ -164,7 +193,14 @@ def context_parallel_unshard(
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """How keys and values travel in scopes that give no exchange=: "allgather", or "alltoall", which is a ring."""
+    """How keys and values travel in scopes that give no exchange=: "allgather", or "alltoall", which is a ring.
+
+    >>> set_rotate_method("alltoall")
+    >>> with context_parallel(mesh, buffers=[torch.zeros(10)], buffer_seq_dims=[0]) as cp:
+    ...     print(cp.plan.exchange)
+    Ring
+    >>> set_rotate_method("allgather")
+    """
     if rotate_method not in _ROTATE_METHODS:
         raise LongmeshError(
             f"set_rotate_method({rotate_method!r}): allowed are {' and '.join(map(repr, _ROTATE_METHODS))}; "

@@ -28,6 +28,14 @@ class AttentionParallel(ParallelStyle):
 
     Without `seq_len` the ranks add up their tokens at every call: one small collective. `layout` is the one the
     tokens were cut with, head-tail if not given.
+
+    >>> class SelfAttention(nn.Module):
+    ...     def forward(self, x):  # batch, tokens, heads, features
+    ...         x = x.transpose(1, 2)
+    ...         return F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2)
+    >>> attention = parallelize_module(SelfAttention(), mesh, AttentionParallel(seq_len=10, layout="contiguous"))
+    >>> attention(torch.randn(1, 5, 2, 8)).shape  # five of ten tokens
+    torch.Size([1, 5, 2, 8])
     """
 
     def __init__(

@@ -42,6 +42,12 @@ def flex_attention(
     Plain tensors: over the whole sequence of the open scope of context parallelism, else in this process alone.
     DTensors: batch, heads or tokens may be cut, by different mesh axes; the output lies as the query does.
     What `score_mod` captures gets its gradient; over a cut sequence each rank's share of it.
+
+    >>> x = distribute_tensor(torch.randn(1, 2, 10, 8), mesh, [Shard(2)])  # tokens are cut
+    >>> def near(score, b, h, q_idx, kv_idx):
+    ...     return score - 0.1 * (q_idx - kv_idx).abs()
+    >>> flex_attention(x, x, x, near).placements
+    (Shard(dim=2),)
     """
     tensors = (query, key, value)
     if not any(isinstance(t, DTensor) for t in tensors):
