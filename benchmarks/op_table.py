@@ -1,14 +1,14 @@
 """Write docs/ops.md: for every op of torch's `op_db`, the layouts that run without a collective.
 
-    python benchmarks/op_coverage.py --out coverage.tsv
-    python benchmarks/op_table.py coverage.tsv docs/ops.md
+    python benchmarks/record.py op_coverage     the outcomes, on real ranks: benchmarks/results/op_coverage.tsv
+    python benchmarks/op_table.py               the page, from them and from the rules
 
-The lines come from the rules themselves, asked for the aten ops that one sample of the op calls; the outcome from the
-coverage run on real ranks.
+The lines come from the rules themselves, asked for the aten ops that one sample of the op calls.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -23,14 +23,26 @@ from longmesh.tensor.op_plan import functional_form, rule_name, run_on_meta
 from support.op_sweep import OPS
 from support.rule_check import calls_of, describe
 
+ROOT = Path(__file__).resolve().parents[1]
+COVERAGE = ROOT / "benchmarks" / "results" / "op_coverage.tsv"
+RUN = COVERAGE.with_suffix(".json")
+PAGE = ROOT / "docs" / "ops.md"
+
 HEAD = """# Which layouts run without a collective
+
+<!-- Made by benchmarks/op_table.py; edits are lost. -->
 
 One row an op of torch's `op_db`, by the aten ops it calls. A line such as `S(0), R -> S(0)` holds on one mesh axis:
 inputs laid out so are not moved. "Everything replicated" always holds and is not listed; where inputs lie otherwise
 they are brought to the cheapest line.
 `handler` ops need more than one local call (a small reduction, a halo, a lookup).
 Outcome: a run on 3 gloo ranks in random layouts against plain torch. `refused`: some layouts are an error that says
-what to do instead.
+what to do instead. That run was made on {date} with torch {torch}, this page from it and the rules:
+
+```sh
+{command}
+python benchmarks/op_table.py
+```
 
 | op | outcome | aten op: lines without a collective |
 | --- | --- | --- |
@@ -60,21 +72,27 @@ def lines_of(name: str) -> str:
     return "<br>".join(f"`{aten}`: {text}" for aten, text in list(cells.items())[:6])
 
 
+def head() -> str:
+    return HEAD.format(**json.loads(RUN.read_text("utf-8")))
+
+
+def table_row(measured: str) -> str:
+    """The row of one line of the coverage run."""
+    name, outcome, reason = measured.split("\t")[:3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            cell = lines_of(name)
+        except Exception as error:
+            cell = f"not listed: {type(error).__name__}"
+    note = f": {reason[:160]}" if outcome not in ("right", "always replicates") else ""
+    cleaned = (outcome + note).replace("|", "\\|").replace("\n", " ")
+    return f"| {name} | {cleaned} | {cell.replace('|', chr(92) + '|')} |\n"
+
+
 def main() -> None:
-    coverage, target = map(Path, sys.argv[1:3])
-    rows: list[str] = []
-    for row in coverage.read_text().splitlines():
-        name, outcome, reason = row.split("\t")[:3]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                cell = lines_of(name)
-            except Exception as error:
-                cell = f"not listed: {type(error).__name__}"
-        note = f": {reason[:160]}" if outcome not in ("right", "always replicates") else ""
-        cleaned = (outcome + note).replace("|", "\\|").replace("\n", " ")
-        rows.append(f"| {name} | {cleaned} | {cell.replace('|', chr(92) + '|')} |\n")
-    target.write_text(HEAD + "".join(rows))
+    rows = map(table_row, COVERAGE.read_text("utf-8").splitlines())
+    PAGE.write_text(head() + "".join(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_example_prints_what_the_readme_says(tmp_path):
     text = (ROOT / "README.md").read_text()
     program = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    printed = re.search(r"It prints\n\n```\n(.*?)```", text, re.DOTALL)
+    printed = re.search(r"It prints\n\n```output\n(.*?)```", text, re.DOTALL)
     assert program and printed
     script = tmp_path / "example.py"
     script.write_text(program.group(1))

@@ -16,7 +16,10 @@ REFERENCE = {
     "longmesh.attention.masks": ("masks",),
     "longmesh.checkpoint": ("checkpoint",),
     "longmesh.debug": ("debug",),
+    "longmesh.errors": ("errors",),
     "longmesh.experimental": ("experimental",),
+    "longmesh.hf": ("bridges",),
+    "longmesh.interop": ("bridges",),
     "longmesh.parallel": ("parallel",),
     "longmesh.testing": ("testing",),
 }
