@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention import Exchange, Layout, masks
-from longmesh.attention.cut_sequence import CutSequence
-from longmesh.attention.scope import close_scope, current_cut, default_exchange, open_scope
+from longmesh.attention.scope import close_scope, current_cut, cut_over, open_scope
 from longmesh.errors import LongmeshError
 
 __all__ = ["context_parallel", "register"]
@@ -181,9 +180,7 @@ def context_parallel(
     seen = _visible(batch, positions, cu_seqlens)
     if mask is not None:
         seen = mask if seen is None else seen & mask
-    cut = CutSequence(
-        mesh, seq_len=seq_len, mask=seen, layout=layout or "zigzag", exchange=exchange or default_exchange()
-    )
+    cut = cut_over(mesh, seq_len, mask=seen, layout=layout, exchange=exchange)
     engine = cut.lead
     part = {name: value for name, value in batch.items() if name != "attention_mask"}
     part["input_ids"] = engine.shard(ids, 1)

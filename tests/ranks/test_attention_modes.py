@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,12 +110,6 @@ def test_compiled_is_one_graph(pool):
         ("sparse", "solve", "aot_eager"),
     ):
         assert pool.run(compiled, *case, ranks=2, timeout=300.0) == [True] * 2
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_compiled_by_inductor(pool):
-    assert pool.run(compiled, "sparse", "zigzag", "inductor", ranks=2, timeout=300.0) == [True] * 2
 
 
 def check_op(exchange):

@@ -96,7 +96,6 @@ def run_options(ranks: int) -> list[str]:
     same = (document[:, None] == document) & (positions[:, None] >= positions)
     cases = {
         "full": ({}, {}, {}),
-        "causal": ({"is_causal": True}, {}, {"is_causal": True}),
         "scale": ({"scale": 0.3, "is_causal": True}, {}, {"scale": 0.3, "is_causal": True}),
         "bool mask": ({"attn_mask": band}, {}, {"attn_mask": band}),
         "bias": ({"attn_mask": -(positions[:, None] - positions).abs() / 7}, {}, None),
@@ -236,6 +235,45 @@ def run_pair(ranks: int):
 
 def test_the_plain_pair_and_nested_scopes(pool):
     assert pool.run(run_pair, 2, ranks=2) == [(True, True, True)] * 2
+
+
+def run_layouts(ranks: int) -> list[str]:
+    """What is found of a layout inside and after its scope, and the texts where it can't be."""
+    mesh, x = cpu_mesh(ranks), torch.arange(11.0)
+    texts: list[str] = []
+
+    def restored(part: torch.Tensor, **options) -> None:
+        try:
+            (whole,) = context_parallel_unshard(mesh, [part], [0], **options)
+            texts.append("right" if torch.equal(whole, x) else "wrong")
+        except LongmeshError as error:
+            texts.append(str(error))
+
+    part = x.clone()
+    with context_parallel(mesh, buffers=[part], buffer_seq_dims=[0], no_restore_buffers={part}):
+        pass
+    restored(part)  # the default is found
+    for layout in ("striped", "solve"):
+        part = x.clone()
+        options = {"mask": masks.documents([2, 9]), "layout": layout, "no_restore_buffers": {part}}
+        with context_parallel(mesh, buffers=[part], buffer_seq_dims=[0], **options) as cp:
+            restored(part)
+            with context_parallel(mesh, buffers=[torch.zeros(7)], buffer_seq_dims=[0]):
+                restored(part)  # a scope of another length inside
+        restored(part)
+        restored(part, load_balancer=layout)
+        texts.append("right" if torch.equal(cp.unshard(part, 0), x) else "wrong")
+    return texts
+
+
+def test_a_layout_is_found_or_asked_for_and_never_guessed(pool):
+    asked = "there was a scope with layout"
+    striped = ["right", "right", asked, "right", "right"]
+    solved = ["right", "right", asked, "follows a mask", "right"]
+    for texts in pool.run(run_layouts, 3, ranks=3):
+        assert len(texts) == 11
+        for text, part in zip(texts, ["right", *striped, *solved], strict=True):
+            assert part in text
 
 
 def run_dropout(ranks: int):

@@ -1,14 +1,19 @@
-"""flex_attention in one process and over a cut sequence, and attention modules under the style that cuts them."""
+"""flex_attention in one process, its log-sum-exp, its masks over a cut sequence, and DTensors cut otherwise."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention as torch_flex_attention,
+)
 
 import longmesh
 from longmesh import Replicate, Shard, distribute_tensor
-from longmesh.attention import ContextParallel, masks
 from longmesh.attention.cut_block_mask import create_block_mask_cached, rewrite_mask_mod
 from longmesh.attention.flex import create_cp_block_mask, flex_attention
 from longmesh.errors import LongmeshError
@@ -78,37 +83,81 @@ def test_one_process_forward_and_gradients(mask_mod):
     assert largest_difference(found, reference(*inputs()[:3], mask_mod, inputs()[3], 4)) < 1e-4
 
 
-def cut_against_reference(ranks: int, length: int | None = None) -> dict[str, float]:
+def with_lse(mesh, attend, exchange) -> list[torch.Tensor]:
+    """Output, log-sum-exp and the gradients of both, over a cut sequence."""
+    q, k, v, _ = inputs()
+    parts = [q.clone(), k.clone(), v.clone(), *(t.clone() for t in weights())]
+    with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * 5, exchange=exchange):
+        local = [p.clone().requires_grad_() for p in parts[:3]]
+        out, lse = attend(*local)
+        ((out * parts[3]).sum() + (lse * parts[4]).sum()).backward()
+        found = [out.detach(), lse.detach(), *(t.grad for t in local)]
+        return context_parallel_unshard(mesh, found, [2] * 5)
+
+
+def weights() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    return torch.randn(2, 4, LENGTH, 8, generator=draw), torch.randn(2, 4, LENGTH, generator=draw)
+
+
+def dense_with_lse(mask_mod, slopes) -> list[torch.Tensor]:
+    q, k, v = (t.double().requires_grad_() for t in inputs()[:3])
+    slopes = slopes.detach().double().requires_grad_()
+    at = torch.arange(LENGTH)
+    scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5 + slopes[:, None, None] * (at[:, None] - at).abs()
+    scores = scores.masked_fill(~dense(mask_mod, 4), -torch.inf)
+    out, lse = scores.softmax(-1) @ v.repeat_interleave(2, 1), scores.logsumexp(-1)
+    (out * weights()[0]).sum().add((lse * weights()[1]).sum()).backward()
+    return [t.detach().float() for t in (out, lse, q.grad, k.grad, v.grad, slopes.grad)]
+
+
+def lse_of_every_way(ranks: int) -> dict[str, float]:
     mesh, worst = cpu_mesh(ranks), {}
-    for mask_mod in (None, causal, window, documents, by_head):
-        q, k, v, slopes = inputs()
-        slopes.requires_grad_()
-        parts = [t.clone() for t in (q, k, v)]
-        whole = (
-            None if mask_mod is None else create_block_mask(mask_mod, None, 4, LENGTH, LENGTH, device="cpu")
-        )
-        with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2, 2, 2]):
-            local = [p.clone().requires_grad_() for p in parts]
-            mine = None if mask_mod is None else create_cp_block_mask(mask_mod, None, 4, LENGTH, LENGTH, mesh)
+    whole = create_block_mask(by_head, None, 4, LENGTH, LENGTH, device="cpu")
+    options = {"block_mask": whole, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+    for exchange in ("ring", "ulysses", "sparse"):
+        slopes = inputs()[3].requires_grad_()
 
-            def score_mod(s, b, h, i, j, slopes=slopes):
-                return s + slopes[h] * (i - j).abs()
+        def attend(*qkv, slopes=slopes):
+            out, aux = flex_attention(*qkv, lambda s, b, h, i, j: s + slopes[h] * (i - j).abs(), **options)
+            assert aux.max_scores is None
+            return out, aux.lse
 
-            out = flex_attention(*local, score_mod, whole, enable_gqa=True)
-            again = flex_attention(*local, score_mod, mine, enable_gqa=True)
-            assert torch.equal(out, again)
-            out.square().sum().backward()
-            found = context_parallel_unshard(mesh, [out.detach(), *(p.grad for p in local)], [2] * 4)
+        found = with_lse(mesh, attend, exchange)
         torch.distributed.all_reduce(slopes.grad)
-        expected = reference(q, k, v, mask_mod, slopes, 4)
-        worst[getattr(mask_mod, "__name__", "none")] = largest_difference([*found, slopes.grad], expected)
+        worst[exchange] = largest_difference([*found, slopes.grad], dense_with_lse(by_head, slopes))
+    parts = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in inputs()[:3]]
+    of_out, of_lse = (distribute_tensor(t, mesh, [Shard(2)]) for t in weights())
+    out, lse = longmesh.flex_attention(*parts, None, whole, enable_gqa=True, return_lse=True)
+    assert lse.placements == (Shard(2),)
+    ((out * of_out).sum() + (lse * of_lse).sum()).backward()
+    found = [t.full_tensor().detach() for t in (out, lse, *(p.grad for p in parts))]
+    worst["DTensor"] = largest_difference(found, dense_with_lse(by_head, torch.zeros(4))[:5])
     return worst
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_cut_sequence_forward_and_gradients(pool, ranks):
-    for worst in pool.run(cut_against_reference, ranks, ranks=ranks):
-        assert max(worst.values()) < 1e-4, worst
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_log_sum_exp_and_its_gradient(pool, ranks):
+    for worst in pool.run(lse_of_every_way, ranks, ranks=ranks):
+        assert len(worst) == 4 and max(worst.values()) < 1e-4, worst
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+def test_the_log_sum_exp_is_returned_as_torch_returns_it():
+    q, k, v, _ = inputs(4)
+    (out, lse), (_, aux) = (flex_attention(q, k, v, **{n: a}) for n, a in RETURNED.items())
+    expected, theirs = torch_flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
+    assert torch.equal(lse, aux.lse)
+    torch.testing.assert_close((out, lse), (expected, theirs.lse))
+    assert flex_attention(q, k, v, return_aux=AuxRequest())[1] == AuxOutput()
+    q.requires_grad_()
+    flex_attention(q, k, v, return_lse=True)[1].sum().backward()  # of the log-sum-exp alone
+    scores = q.detach().clone().requires_grad_()
+    (scores @ k.mT / 8**0.5).logsumexp(-1).sum().backward()
+    torch.testing.assert_close(q.grad, scores.grad)
+
+
+RETURNED = {"return_lse": True, "return_aux": AuxRequest(lse=True)}
 
 
 def cut_masks(ranks: int):
@@ -147,7 +196,8 @@ def refusals(ranks: int) -> list[str]:
 
     wrong = create_block_mask(causal, None, None, 16, 16, device="cpu")
     parts = context_parallel_shard(mesh, [q, k, v], [2, 2, 2])
-    text(lambda: flex_attention(q, k, v, return_lse=True))
+    text(lambda: flex_attention(q, k, v, **RETURNED))
+    text(lambda: flex_attention(q, k, v, return_aux=AuxRequest(max_scores=True)))
     text(lambda: flex_attention(q, k[:, :2], v[:, :2]))
     text(lambda: create_cp_block_mask(causal, None, None, 8, 9, mesh))
     text(lambda: context_parallel_shard(mesh, [q, k[:, :, :5]], [2, 2]))
@@ -158,91 +208,17 @@ def refusals(ranks: int) -> list[str]:
 
 
 def test_bad_input_is_told_with_the_fix(pool):
-    expected = ["return_lse", "enable_gqa=True", "one length", "lengths [37, 5]", "uncut", "Q_LEN=37"]
+    expected = ["return_aux=AuxRequest(lse=True) alone", "max_scores", "enable_gqa=True", "one length"]
+    expected += ["lengths [37, 5]", "uncut", "Q_LEN=37"]
     for texts in pool.run(refusals, 2, ranks=2):
         assert len(texts) == len(expected)
         for text, part in zip(texts, expected, strict=True):
             assert part in text
 
 
-class Attention(nn.Module):
-    def __init__(self, flex: bool) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-        self.out = nn.Linear(16, 16)
-        self.flex = flex
-
-    def forward(self, x: torch.Tensor, block_mask: BlockMask | None = None) -> torch.Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
-        if self.flex:
-            out = flex_attention(q, k, v, block_mask=block_mask)
-        else:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(out.transpose(1, 2).flatten(2))
-
-
-class Model(nn.Module):
-    def __init__(self, flex: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Attention(flex) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, block_mask: BlockMask | None = None) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x, block_mask)
-        return x
-
-
-def styled(ranks: int) -> list[float]:
-    mesh, worst = cpu_mesh(ranks), []
-    x = torch.randn(2, LENGTH, 16, generator=torch.Generator().manual_seed(1))
-    block_mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
-    lengths = masks.documents([11, 20, 6])
-    cases = [
-        (False, {}, None, {}),
-        (True, {"seq_len": LENGTH}, block_mask, {}),
-        (
-            False,
-            {"layout": "solve", "mask": lengths, "seq_len": LENGTH},
-            None,
-            {"mask": lengths, "layout": "solve"},
-        ),
-    ]
-    for flex, options, given, scope in cases:
-        plain, model = Model(flex), Model(flex)
-        parallelize_module(model, mesh, {"layers.*": AttentionParallel(**options)})
-        cut = ContextParallel(mesh, seq_len=LENGTH, **{"layout": "zigzag", **scope})
-        part = cut.shard(x, 1)
-        out = model(part, given)
-        out.square().sum().backward()
-        found = cut.unshard(out.detach(), 1)
-        for parameter in model.parameters():
-            torch.distributed.all_reduce(parameter.grad)
-        expected = one_process(plain, x, given, scope)
-        worst.append((found - expected).abs().max().item())
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            worst.append((ours.grad - theirs.grad).abs().max().item() / theirs.grad.abs().max().item())
-    return worst
-
-
-def one_process(plain: Model, x, block_mask, scope: dict) -> torch.Tensor:
-    if scope:  # the documents' mask by FlexAttention, and the same weights
-        for layer in plain.layers:
-            layer.flex = True
-        block_mask = create_block_mask(documents, None, None, LENGTH, LENGTH, device="cpu")
-    out = plain(x, block_mask)
-    out.square().sum().backward()
-    return out.detach()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_modules_under_the_style_train_as_one_process(pool, ranks):
-    assert max(max(w) for w in pool.run(styled, ranks, ranks=ranks)) < 1e-4
-
-
 def style_refusal(ranks: int) -> str:
-    model = Model(False)
-    parallelize_module(model, cpu_mesh(ranks), {"layers.*": AttentionParallel(seq_dim=3)})
+    model = nn.Sequential(nn.Identity())
+    parallelize_module(model, cpu_mesh(ranks), {"0": AttentionParallel(seq_dim=3)})
     with pytest.raises(LongmeshError) as found:
         model(torch.zeros(1, 4, 16))
     return str(found.value)
@@ -283,7 +259,6 @@ def on_dtensors(mesh_shape, placements) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("mesh_shape", "placements"),
     [
-        ((3,), [Shard(2)]),
         ((2,), [Shard(1)]),
         ((3,), [Shard(0)]),
         ((2, 2), [Shard(1), Shard(2)]),

@@ -34,8 +34,9 @@ from longmesh.attention.kernel.base import Kernel, Score
 from longmesh.attention.kernel.choose import Choice, choose, need_of
 from longmesh.attention.kernel.scores import captured_tensors
 from longmesh.attention.layout.base import Layout
+from longmesh.attention.lse import AttendWithLse
 from longmesh.attention.mask.base import Mask
-from longmesh.attention.op import attend, register_caller
+from longmesh.attention.op import attend, cast_for_autocast, register_caller
 from longmesh.attention.plan.adapt import adapt_plan
 from longmesh.attention.plan.api import plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan
@@ -184,9 +185,7 @@ class ContextParallel:
         Collective over the mesh, and so is its backward. `bias` broadcasts to (B, H, seq_len, seq_len) and
         `score_mod` sees global indices; both, `sinks` and `dropout_seed` are the same on every rank.
         """
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v = cast_for_autocast(q, k, v)
         run = self._run
         if torch.compiler.is_compiling():
             if score_mod is None and bias is None and not dropout_p:
@@ -199,14 +198,40 @@ class ContextParallel:
         call = self.enter(q, k, v, sinks, score)
         return Attend.apply(call, q, k, v, score.bias, sinks, *captured_tensors(score.score_mod))
 
-    def enter(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Call:
+    def with_lse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        score_mod: Callable[..., Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention, and the log-sum-exp of each query's scores in fp32: (B, H, tokens). Both are differentiable.
+
+        Collective over the mesh, and so is its backward. A query that sees no key has -inf.
+        """
+        run = self._run_with_lse
+        if torch.compiler.is_compiling():
+            run = cast(Callable[..., tuple[Tensor, Tensor]], torch.compiler.disable(run))
+        return run(*cast_for_autocast(q, k, v), Score(scale, score_mod))
+
+    def _run_with_lse(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+        call = self.enter(q, k, v, None, score, lse=True)
+        return AttendWithLse.apply(call, q, k, v, *captured_tensors(score.score_mod))
+
+    def enter(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score, lse: bool = False
+    ) -> Call:
         """The call, checked and planned. Collective: every rank goes on, or every rank raises."""
-        self._together("attention", self._check, q, k, v, sinks, score)
+        self._together("attention", self._check, q, k, v, sinks, score, lse)
         return self.prepare(q, k, v, score)
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Signature:
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score, lse: bool
+    ) -> Signature:
         check_call(self.plan, self.num_tokens, q, k, v, sinks, score)
-        return signature_of(self.plan, q, k, v, sinks, score)
+        return signature_of(self.plan, q, k, v, sinks, score, lse)
 
     def _together(self, what: str, check: Callable[..., Checked], *args: object) -> Checked:
         """`check(*args)` where it passes on every rank, and gives the same; else an error on every rank.

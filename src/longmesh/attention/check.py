@@ -33,6 +33,7 @@ class Signature(NamedTuple):
     sinks: bool
     dropout: tuple[float, int | None]
     backward: bool
+    lse: bool
 
 
 class Gathered(NamedTuple):
@@ -97,9 +98,15 @@ def check_call(
 
 
 def signature_of(
-    plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score
+    plan: AttentionPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    score: Score,
+    lse: bool = False,
 ) -> Signature:
-    """What this call must have in common with those of the other ranks."""
+    """What this call must have in common with those of the other ranks. `lse`: whether that is returned, too."""
     bias = score.bias
     given = [t for t in (q, k, v, sinks, bias) if t is not None]
     backward = torch.is_grad_enabled() and (
@@ -120,6 +127,7 @@ def signature_of(
         sinks=sinks is not None,
         dropout=(score.dropout_p, score.dropout_seed),
         backward=backward,
+        lse=lse,
     )
 
 

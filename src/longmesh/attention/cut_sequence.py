@@ -14,7 +14,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,9 +25,14 @@ from longmesh.attention import masks
 from longmesh.attention.api import ContextParallel
 from longmesh.attention.cut_block_mask import CutBlockMask
 from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.function import Call
+from longmesh.attention.kernel.base import Score
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.layout.given import Given
+from longmesh.attention.layout.named import layout_of
 from longmesh.attention.mask.base import Mask
+from longmesh.attention.op import attend, cast_for_autocast, register_caller
+from longmesh.attention.reentrant import refuse_reentrant_checkpoint
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 
@@ -50,6 +55,7 @@ class CutSequence:
     ) -> None:
         self.mesh = mesh
         self.seq_len = seq_len
+        self.layout = layout_of(layout)
         self._mask = mask
         self._exchange = exchange
         # A layout that looks at the mask looks at this one: most models are causal.
@@ -60,6 +66,7 @@ class CutSequence:
         self._of_block_masks: weakref.WeakKeyDictionary[BlockMask, dict[tuple[Any, ...], ContextParallel]] = (
             weakref.WeakKeyDictionary()
         )
+        self._kinds = {is_causal: _Kind(self, is_causal) for is_causal in (False, True)}
 
     @property
     def num_tokens(self) -> int:
@@ -129,7 +136,27 @@ class CutSequence:
             check_heads(query, key, enable_gqa)
         leading = query.shape[:-2]
         q, k, v = (_four_dims(t) for t in (query, key, value))
-        out = self.engine(is_causal)(
+        if not torch.compiler.is_compiling():
+            out = self._attend(q, k, v, attn_mask, dropout_p, is_causal, scale)
+        elif attn_mask is None and not dropout_p:
+            out = attend(*cast_for_autocast(q, k, v), None, self._kinds[is_causal].name, scale)[0]
+        else:  # the op does not take these: the graph ends here and goes on after the call
+            run = cast(Callable[..., Tensor], torch.compiler.disable(self._attend))
+            out = run(q, k, v, attn_mask, dropout_p, is_causal, scale)
+        return out.reshape(*leading, *out.shape[-2:])
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        refuse_reentrant_checkpoint()
+        return self.engine(is_causal)(
             q,
             k,
             v,
@@ -138,7 +165,6 @@ class CutSequence:
             dropout_p=dropout_p,
             dropout_seed=self.common_seed() if dropout_p else None,
         )
-        return out.reshape(*leading, *out.shape[-2:])
 
     def flex(
         self,
@@ -149,17 +175,20 @@ class CutSequence:
         block_mask: BlockMask | None,
         scale: float | None,
         enable_gqa: bool,
+        *,
         first: tuple[int, int] = (0, 0),
-    ) -> Tensor:
-        """FlexAttention over the whole sequence, of this rank's queries. Collective.
+        with_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """FlexAttention over the whole sequence, of this rank's queries, and their log-sum-exp if asked. Collective.
 
         `first`: which batch row and head of the BlockMask this rank's first ones are.
         """
         self._check_lengths(query, key, value)
         check_heads(query, key, enable_gqa)
-        return self.engine_of(block_mask, first, query.shape[0])(
-            query, key, value, scale=scale, score_mod=score_mod
-        )
+        engine = self.engine_of(block_mask, first, query.shape[0])
+        if with_lse:
+            return engine.with_lse(query, key, value, scale=scale, score_mod=score_mod)
+        return engine(query, key, value, scale=scale, score_mod=score_mod), None
 
     def _check_lengths(self, *tensors: Tensor) -> None:
         lengths = [t.shape[-2] for t in tensors]
@@ -194,6 +223,22 @@ class CutSequence:
             return int(seed)
         device = "cpu" if group.is_gloo else self.mesh.device_type
         return int(collectives.all_gather(seed.view(1).to(device), group=group)[0])
+
+
+class _Kind:
+    """Causal calls, or those that are not, for the op that a compiler sees: planned when the op first needs it."""
+
+    def __init__(self, cut: CutSequence, is_causal: bool) -> None:
+        self._cut = cut
+        self._is_causal = is_causal
+        self.name = register_caller(self)
+
+    def enter(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Call:
+        refuse_reentrant_checkpoint()
+        return self._cut.engine(self._is_causal).enter(q, k, v, sinks, score)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Call:
+        return self._cut.engine(self._is_causal).prepare(q, k, v, score)
 
 
 def _mask_of(block_mask: BlockMask, first: tuple[int, int], rows: int) -> Mask:

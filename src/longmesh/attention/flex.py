@@ -11,17 +11,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.flex_attention import BlockMask, flex_attention as torch_flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    flex_attention as torch_flex_attention,
+)
 
 from longmesh.attention import masks
 from longmesh.attention.cut_block_mask import CutBlockMask, MaskMod, cut_block_mask
 from longmesh.attention.cut_sequence import CutSequence
 from longmesh.attention.layout.base import Layout
-from longmesh.attention.scope import current_cut
+from longmesh.attention.scope import current_cut, engine_for
 from longmesh.errors import LongmeshError
 
 
@@ -35,11 +41,14 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: Any = None,
-) -> Tensor:
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
     """torch.nn.attention.flex_attention.flex_attention, differentiable wherever tensors are.
 
     Inside a scope of context parallelism: over the whole sequence, of this rank's queries, and collective. Elsewhere
     in this process alone. What `score_mod` captures gets its gradient; inside a scope each rank's share of it.
+    `kernel_options` are for torch's GPU kernels, which run only where queries and keys have two lengths.
 
     >>> def near(score, b, h, q_idx, kv_idx):
     ...     return score - 0.1 * (q_idx - kv_idx).abs()
@@ -48,16 +57,50 @@ def flex_attention(
     >>> q.grad.shape
     torch.Size([1, 2, 10, 8])
     """
-    if return_lse:
-        raise LongmeshError(
-            "flex_attention: return_lse is not available; use torch's own flex_attention for it"
-        )
+    rest = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+    if (
+        torch.compiler.is_compiling()
+    ):  # planning can't be traced: the graph ends here, and another one follows
+        run = cast(Callable[..., Any], torch.compiler.disable(flex_attention))
+        return run(query, key, value, *rest, return_aux=return_aux)
+    wanted = Wanted.of(return_lse, return_aux)
     cut = current_cut()
     if cut is None:
         if query.shape[-2] != key.shape[-2]:
-            return _by_torch(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+            by_torch = cast(Callable[..., Any], torch_flex_attention)
+            return by_torch(query, key, value, *rest, return_aux=return_aux)
         cut = _whole_sequence(query.shape[-2])
-    return cut.flex(query, key, value, score_mod, block_mask, scale, enable_gqa)
+    return wanted.give(
+        *cut.flex(query, key, value, score_mod, block_mask, scale, enable_gqa, with_lse=wanted.lse)
+    )
+
+
+class Wanted(NamedTuple):
+    """What a call of flex_attention returns beside its output."""
+
+    lse: bool
+    as_aux: bool
+
+    @classmethod
+    def of(cls, return_lse: bool, return_aux: AuxRequest | None) -> Wanted:
+        if return_aux is None:
+            return cls(return_lse, False)
+        if return_lse:
+            raise LongmeshError(
+                "flex_attention: both return_lse and return_aux; give return_aux=AuxRequest(lse=True) alone"
+            )
+        if return_aux.max_scores:
+            raise LongmeshError(
+                "flex_attention: return_aux asks for max_scores, which are not kept when partial results are merged; "
+                "ask for lse, AuxRequest(lse=True), or use torch's own flex_attention on one process"
+            )
+        return cls(return_aux.lse, True)
+
+    def give(self, out: Any, lse: Any) -> Any:
+        """The output alone, or with what was asked for, as torch's returns it."""
+        if self.as_aux:
+            return out, AuxOutput(lse=lse)
+        return (out, lse) if self.lse else out
 
 
 def create_cp_block_mask(
@@ -82,24 +125,11 @@ def create_cp_block_mask(
         raise LongmeshError(
             f"create_cp_block_mask: {Q_LEN} queries and {KV_LEN} keys; a cut sequence has one length"
         )
-    cut = current_cut()
-    if load_balancer is not None or cut is None or cut.mesh != device_mesh or cut.seq_len != Q_LEN:
-        cut = CutSequence(device_mesh, seq_len=Q_LEN, layout=load_balancer or "zigzag")
+    engine = engine_for("create_cp_block_mask", device_mesh, Q_LEN, load_balancer)
     whole = masks.mask_mod(mask_mod, rows=B or 1)
-    return cut_block_mask(
-        mask_mod, whole, cut.lead.positions, Q_LEN, B=B, H=H, device=device_mesh.device_type
-    )
+    return cut_block_mask(mask_mod, whole, engine.positions, Q_LEN, B=B, H=H, device=device_mesh.device_type)
 
 
 @functools.lru_cache(maxsize=64)
 def _whole_sequence(seq_len: int) -> CutSequence:
     return CutSequence(None, seq_len=seq_len, layout="contiguous")
-
-
-def _by_torch(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options) -> Tensor:
-    """Queries and keys of two lengths: no cut sequence."""
-    out = torch_flex_attention(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options=kernel_options
-    )
-    assert isinstance(out, Tensor)
-    return out

@@ -7,6 +7,8 @@ A TorchFunctionMode: it holds for this thread and for the backward that is start
 checkpoints included, and nothing is patched. What computes attention in another way is refused, since it would
 see this rank's tokens only.
 
+A compiler traces the mode with what it compiles: attention is then one opaque op in the graph.
+
 Pitfall: a backward after the scope runs without the mode; a checkpoint then recomputes other tensors than it saved,
 and torch raises.
 """
@@ -14,15 +16,15 @@ and torch raises.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._ops import HigherOrderOperator
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from longmesh.attention.cut_sequence import CutSequence
 from longmesh.errors import LongmeshError
@@ -41,6 +43,8 @@ _REFUSED = frozenset(
         "flex_attention",
     )
 )
+# Those that a compiler shows us; the others it shows when its graphs run.
+_REFUSED_FUNCTIONS = frozenset((F.multi_head_attention_forward, torch.ops.higher_order.flex_attention))
 # What runs the autograd engine.
 _ENGINE = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 
@@ -63,16 +67,18 @@ class AttentionMode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             if self._is_nested and args and args[0].shape[-2] != self.cut.num_tokens:
                 return func(*args, **kwargs)
-            _refuse_reentrant_checkpoint()
             return self.cut.attend(*args, **kwargs)
         if func in _ENGINE:
             return self._differentiate(func, args, kwargs)
-        name = getattr(func, "__name__", "").partition(".")[0]
-        if name in _REFUSED:
+        if _computes_attention(func):
+            name = getattr(func, "__name__", "this function")
             raise LongmeshError(
                 f"{name} inside a scope of context parallelism would attend to this rank's tokens only; use "
                 "F.scaled_dot_product_attention, longmesh.flex_attention or ContextParallel"
             )
+        if torch.compiler.is_compiling() and isinstance(func, HigherOrderOperator):
+            # Its functions would be traced without the mode. This way they are called, each a graph of its own.
+            torch._dynamo.graph_break("a higher order operator inside a scope of context parallelism")
         return func(*args, **kwargs)
 
     def _differentiate(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,6 +105,13 @@ class AttentionMode(TorchFunctionMode):
             return torch.autograd.backward(edges, grads, **given)
 
 
+def _computes_attention(func: Callable[..., Any]) -> bool:
+    """By name, whatever its overload; a compiler can't read names."""
+    if torch.compiler.is_compiling():
+        return func in _REFUSED_FUNCTIONS
+    return getattr(func, "__name__", "").partition(".")[0] in _REFUSED
+
+
 def _edge(tensor: torch.Tensor | GradientEdge) -> GradientEdge:
     return get_gradient_edge(tensor) if isinstance(tensor, torch.Tensor) else tensor
 
@@ -116,16 +129,8 @@ def _needs_torch(roots: tuple[Any, ...], grads: tuple[Any, ...]) -> bool:
     )
 
 
-def _refuse_reentrant_checkpoint() -> None:
-    """A reentrant checkpoint recomputes in its backward, which may come after the scope and can't be told."""
-    if torch.is_grad_enabled():
-        return
-    code = CheckpointFunction.forward.__code__
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is code:
-            raise LongmeshError(
-                "attention in a reentrant checkpoint inside a scope of context parallelism: its recomputation might "
-                "run after the scope, on this rank's tokens only; use checkpoint(..., use_reentrant=False)"
-            )
-        frame = frame.f_back
+# Traced as a part of what is called inside the mode, but never compiled by itself: Dynamo knows the function that such
+# a frame is given by its id, and getters of a tensor's properties are made for each access, so ids come again.
+set_code_exec_strategy(
+    AttentionMode.__torch_function__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+)

@@ -1,21 +1,37 @@
-"""Which scopes of context parallelism are open in this thread, and how keys travel in those that don't say."""
+"""Which scopes of context parallelism are open in this thread, and what holds for those that don't say.
+
+Pitfall: outside a scope nothing tells how tokens were cut. `engine_for` takes head-tail for granted only as long as no
+scope of the thread was opened with another layout.
+"""
 
 from __future__ import annotations
 
+import functools
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.attention.api import ContextParallel
 from longmesh.attention.cut_sequence import CutSequence
+from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.intercept import AttentionMode
+from longmesh.attention.layout.base import Layout
+from longmesh.attention.layout.named import layout_of
+from longmesh.attention.layout.zigzag import Zigzag
+from longmesh.attention.mask.base import Mask
+from longmesh.comm import MeshComm, comm_of
 from longmesh.errors import LongmeshError
 
 
 @dataclass(frozen=True)
 class _State:
-    """The open scopes, the innermost last, and the exchange that the user chose."""
+    """The open scopes, the innermost last; the exchange that the user chose; a layout that some scope had, if it was
+    not the default."""
 
     modes: tuple[AttentionMode, ...] = ()
     exchange: str = "auto"
+    other_layout: Layout | None = None
 
 
 _state: ContextVar[_State] = ContextVar("longmesh_context_parallel", default=_State())  # noqa: B039 - a frozen value
@@ -27,20 +43,60 @@ def current_cut() -> CutSequence | None:
     return modes[-1].cut if modes else None
 
 
-def default_exchange() -> str:
-    return _state.get().exchange
-
-
 def set_default_exchange(exchange: str) -> None:
     """For scopes of this thread that are opened from now on and give no exchange of their own."""
     _state.set(replace(_state.get(), exchange=exchange))
+
+
+def cut_over(
+    mesh: DeviceMesh,
+    seq_len: int,
+    *,
+    mask: Mask | None = None,
+    layout: Layout | str | None = None,
+    exchange: Exchange | str | None = None,
+) -> CutSequence:
+    """A sequence cut over the mesh: head-tail unless a layout is given. The same one for the same arguments, so a scope
+    that is opened at every step is planned, and a model inside it compiled, once."""
+    how = layout_of(layout) if layout is not None else Zigzag()
+    return _cut_over(comm_of(mesh), seq_len, mask, how, exchange or _state.get().exchange)
+
+
+@functools.lru_cache(maxsize=64)
+def _cut_over(
+    comm: MeshComm, seq_len: int, mask: Mask | None, layout: Layout, exchange: Exchange | str
+) -> CutSequence:
+    """Keyed by the mesh object: equal ones may belong to different process groups."""
+    return CutSequence(comm.mesh, seq_len=seq_len, mask=mask, layout=layout, exchange=exchange)
+
+
+def engine_for(what: str, mesh: DeviceMesh, seq_len: int, layout: Layout | str | None) -> ContextParallel:
+    """The engine that cuts such a sequence: by `layout` if given, else as an open scope does, else head-tail."""
+    if layout is not None:
+        if layout_of(layout).follows_mask:
+            raise LongmeshError(
+                f"{what}: layout {layout_of(layout)} follows a mask, which is not known here; use the engine that the "
+                "scope yields (with context_parallel(...) as cp: cp.shard(x, dim), cp.unshard(x, dim))"
+            )
+        return cut_over(mesh, seq_len, layout=layout).lead
+    for mode in reversed(_state.get().modes):
+        if mode.cut.mesh == mesh and mode.cut.seq_len == seq_len:
+            return mode.cut.lead
+    other = _state.get().other_layout
+    if other is not None:
+        raise LongmeshError(
+            f"{what}: there was a scope with layout {other}, so outside of it the order of tokens is not known; call "
+            "it inside the scope, or say how they are cut: load_balancer=, 'zigzag' for scopes without a layout"
+        )
+    return cut_over(mesh, seq_len).lead
 
 
 def open_scope(cut: CutSequence) -> AttentionMode:
     state = _state.get()
     mode = AttentionMode(cut, is_nested=bool(state.modes))
     mode.__enter__()
-    _state.set(replace(state, modes=(*state.modes, mode)))
+    other = state.other_layout if cut.layout == Zigzag() else cut.layout
+    _state.set(replace(state, modes=(*state.modes, mode), other_layout=other))
     return mode
 
 

@@ -8,7 +8,8 @@ Names and meaning as in torch.distributed.tensor.experimental, with `mask`, `lay
 length on any number of ranks.
 
 Pitfall: unless `layout` is given, tokens are cut head-tail, a function of length and ranks alone, which
-`context_parallel_unshard` assumes outside a scope; inside, it takes the scope's.
+`context_parallel_unshard` finds outside a scope, too. Inside, it takes the scope's layout; after a scope with a layout
+of its own it must be told.
 """
 
 from __future__ import annotations
@@ -23,18 +24,17 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from longmesh.attention import ContextParallel, Exchange, Layout, masks
 from longmesh.attention.cut_block_mask import cut_block_mask
-from longmesh.attention.cut_sequence import CutSequence
 from longmesh.attention.scope import (
     close_scope,
     current_cut,
-    default_exchange,
+    cut_over,
+    engine_for,
     open_scope,
     set_default_exchange,
 )
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 
-_DEFAULT_LAYOUT = "zigzag"
 # torch's names; its "alltoall" sends each shard on to the next rank.
 _ROTATE_METHODS = {"allgather": "allgather", "alltoall": "ring"}
 
@@ -67,13 +67,7 @@ def context_parallel(
     buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
     _check_mesh(mesh)
     seq_len = _check_buffers(buffers, dims, no_restore_buffers or set())
-    cut = CutSequence(
-        mesh,
-        seq_len=seq_len,
-        mask=mask,
-        layout=layout or _DEFAULT_LAYOUT,
-        exchange=exchange or default_exchange(),
-    )
+    cut = cut_over(mesh, seq_len, mask=mask, layout=layout, exchange=exchange)
     kept = no_restore_buffers or set()
     restore = [(b, b.detach()) for b in buffers if not any(b is other for other in kept)]
     mode = open_scope(cut)
@@ -108,8 +102,7 @@ def enable_context_parallel(
     >>> disable_context_parallel()
     """
     _check_mesh(mesh)
-    chosen = exchange or default_exchange()
-    cut = CutSequence(mesh, seq_len=seq_len, mask=mask, layout=layout or _DEFAULT_LAYOUT, exchange=chosen)
+    cut = cut_over(mesh, seq_len, mask=mask, layout=layout, exchange=exchange)
     open_scope(cut)
     return cut.lead
 
@@ -147,7 +140,7 @@ def context_parallel_shard(
             f"context_parallel_shard: lengths {lengths} along seq_dims; all buffers must have the length of the "
             "sequence there"
         )
-    engine = _engine_of(mesh, lengths[0], load_balancer)
+    engine = engine_for("context_parallel_shard", mesh, lengths[0], load_balancer)
     return [
         _cut_mask(b, engine, lengths[0]) if isinstance(b, BlockMask) else engine.shard(b, d) for b, d in pairs
     ]
@@ -187,7 +180,7 @@ def context_parallel_unshard(
     lengths = [b.shape[d] for b, d in zip(buffers, seq_dims, strict=True)]
     totals = _sum_over(mesh, lengths, buffers[0].device if buffers else torch.device("cpu"))
     return [
-        _engine_of(mesh, total, load_balancer).unshard(b, d)
+        engine_for("context_parallel_unshard", mesh, total, load_balancer).unshard(b, d)
         for b, d, total in zip(buffers, seq_dims, totals, strict=True)
     ]
 
@@ -216,13 +209,6 @@ def _check_mesh(mesh: DeviceMesh) -> None:
             f"a scope of context parallelism over {mesh} inside one over {cut.mesh}: attention could not tell whose "
             "tokens it sees; close the outer one first"
         )
-
-
-def _engine_of(mesh: DeviceMesh, seq_len: int, layout: Layout | str | None) -> ContextParallel:
-    cut = current_cut()
-    if layout is None and cut is not None and cut.mesh == mesh and cut.seq_len == seq_len:
-        return cut.lead
-    return CutSequence(mesh, seq_len=seq_len, layout=layout or _DEFAULT_LAYOUT).lead
 
 
 def _sum_over(mesh: DeviceMesh, numbers: list[int], device: torch.device) -> list[int]:

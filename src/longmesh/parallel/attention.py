@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention import Exchange, Layout, masks
-from longmesh.attention.cut_sequence import CutSequence
 from longmesh.attention.intercept import AttentionMode
-from longmesh.attention.scope import close_scope, default_exchange, open_scope
+from longmesh.attention.scope import close_scope, cut_over, open_scope
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 from longmesh.parallel.style import ParallelStyle, describe_module
@@ -51,11 +50,10 @@ class AttentionParallel(ParallelStyle):
         self.seq_dim = seq_dim
         self.seq_len = seq_len
         self.mask = mask
-        self.layout = layout or "zigzag"
+        self.layout = layout
         self.exchange = exchange
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cuts: dict[int, CutSequence] = {}
         opened: list[AttentionMode | None] = []
         name = describe_module("", module)
 
@@ -63,11 +61,8 @@ class AttentionParallel(ParallelStyle):
             opened.append(None)
             tokens = self._tokens(name, (*args, *kwargs.values()))
             seq_len = self.seq_len if self.seq_len is not None else _total(tokens, device_mesh)
-            if seq_len not in cuts:
-                exchange = self.exchange or default_exchange()
-                options = {"mask": self.mask, "layout": self.layout, "exchange": exchange}
-                cuts[seq_len] = CutSequence(device_mesh, seq_len=seq_len, **options)
-            opened[-1] = open_scope(cuts[seq_len])
+            cut = cut_over(device_mesh, seq_len, mask=self.mask, layout=self.layout, exchange=self.exchange)
+            opened[-1] = open_scope(cut)
 
         def after(*_: Any) -> None:
             mode = opened.pop()

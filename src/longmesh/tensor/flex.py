@@ -10,15 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from longmesh.attention import flex
 from longmesh.attention.cut_sequence import CutSequence, check_heads
 from longmesh.attention.kernel.scores import captured_tensors
 from longmesh.attention.layout.base import collect
 from longmesh.attention.layout.given import Given
-from longmesh.comm import comm_of
+from longmesh.comm import MeshComm, comm_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Placement, Replicate, Shard
 from longmesh.tensor.dtensor import DTensor
@@ -36,7 +35,9 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: Any = None,
-) -> Tensor:
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
     """torch.nn.attention.flex_attention.flex_attention, differentiable wherever tensors are, also over cut sequences.
 
     Plain tensors: over the whole sequence of the open scope of context parallelism, else in this process alone.
@@ -51,11 +52,9 @@ def flex_attention(
     """
     tensors = (query, key, value)
     if not any(isinstance(t, DTensor) for t in tensors):
-        return flex.flex_attention(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
-        )
-    if return_lse:
-        raise LongmeshError("flex_attention on DTensors gives no return_lse; call it without")
+        options = (scale, enable_gqa, return_lse, kernel_options)
+        return flex.flex_attention(query, key, value, score_mod, block_mask, *options, return_aux=return_aux)
+    wanted = flex.Wanted.of(return_lse, return_aux)
     for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
         if not isinstance(tensor, DTensor):
             raise LongmeshError(
@@ -64,17 +63,32 @@ def flex_attention(
             )
     check_heads(query, key, enable_gqa)
     q, k, v = _arranged(*tensors)  # pyright: ignore[reportArgumentType]
-    layout, coordinate = q._layout, comm_of(q._mesh).coordinate
-    offset = layout.local_offset(q.shape, coordinate)
-    cut = _cut_sequence(q._mesh, layout, int(q.shape[_TOKENS]))
+    layout, comm = q._layout, comm_of(q._mesh)
+    offset = layout.local_offset(q.shape, comm.coordinate)
+    cut = _cut_sequence(comm, layout, int(q.shape[_TOKENS]))
     mine, keys, values = q.to_local(), k.to_local(), v.to_local()
     rows, heads = mine.shape[:_TOKENS]
     if rows and heads:
         first = int(offset[_BATCH]), int(offset[_HEADS])
-        out = cut.flex(mine, keys, values, _moved(score_mod, first), block_mask, scale, enable_gqa, first)
+        found = cut.flex(
+            mine,
+            keys,
+            values,
+            _moved(score_mod, first),
+            block_mask,
+            scale,
+            enable_gqa,
+            first=first,
+            with_lse=wanted.lse,
+        )
     else:  # as for all ranks that share these tokens
         out = _nothing(mine, keys, values, score_mod)
-    return DTensor.from_local(out, q._mesh, layout.placements, shape=(*q.shape[:3], v.shape[3]))
+        found = out, out.sum(-1)
+    out, lse = (
+        None if t is None else DTensor.from_local(t, q._mesh, layout.placements, shape=shape)
+        for t, shape in zip(found, ((*q.shape[:3], v.shape[3]), q.shape[:3]), strict=True)
+    )
+    return wanted.give(out, lse)
 
 
 def _arranged(q: DTensor, k: DTensor, v: DTensor) -> list[DTensor]:
@@ -105,8 +119,9 @@ def _moved(score_mod: Callable[..., Tensor] | None, first: tuple[int, int]) -> C
 
 
 @functools.lru_cache(maxsize=256)
-def _cut_sequence(mesh: DeviceMesh, layout: Layout, seq_len: int) -> CutSequence:
-    axes = layout.cuts(_TOKENS)
+def _cut_sequence(comm: MeshComm, layout: Layout, seq_len: int) -> CutSequence:
+    """Keyed by the mesh object: equal ones may belong to different process groups."""
+    mesh, axes = comm.mesh, layout.cuts(_TOKENS)
     if not axes:
         return CutSequence(None, seq_len=seq_len, layout="contiguous")
     if len(axes) > 1 and len(axes) < mesh.ndim:

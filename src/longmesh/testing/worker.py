@@ -9,6 +9,7 @@ what it sent; it waits for the pool, which ends it after the peers had time to r
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import faulthandler
 import os
@@ -96,7 +97,7 @@ def run_call(pipe: Connection, rank: int, data: bytes) -> bool:
         fn, args, kwargs = unpack_call(data)
         random.seed(0)
         torch.default_generator.manual_seed(0)  # torch.manual_seed visits every device type: 280 µs
-        result = fn(*args, **kwargs)
+        result = contextvars.copy_context().run(fn, *args, **kwargs)  # what a call sets is gone with it
     except BaseException as error:
         return _send_report(pipe, rank, False, _describe_exception(rank, error))
     finally:

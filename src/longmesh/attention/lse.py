@@ -1,0 +1,78 @@
+"""Attention that also gives the log-sum-exp of each query's scores, and takes its gradient.
+
+    d lse_i / d s_ij = p_ij, which is what the output's gradient is where every value is 1 and the output counts as 0:
+
+    ds = p * (dout @ v - sum(dout * out))        with  v = 1,  out = 0,  dout = dlse
+
+So the gradient of the log-sum-exp is a backward of its own over the same plan, with values of one feature; it runs only
+where something depends on it. Shapes: B batch, H query heads, S tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longmesh.attention.function import Call, backward_rows, forward_rows
+from longmesh.attention.heads import Q, to_tokens
+from longmesh.attention.kernel.base import Gradients, zero_like
+
+_KEPT = 6  # tensors that a group of heads of a batch row keeps: q, k, v, out, lse, queries of others
+
+
+class AttendWithLse(torch.autograd.Function):
+    """`AttendWithLse.apply(call, q, k, v, *captured)`: output and log-sum-exp. Collective over the mesh, both ways."""
+
+    @staticmethod
+    def forward(ctx, call: Call, q, k, v, *captured):
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.num_captured = call, len(captured)
+        out, saved = forward_rows(call, q, k, v, None)
+        ctx.save_for_backward(*captured, q, k, v, *saved)
+        return out, _own_lse(call, saved, q.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):  # type: ignore[override]
+        captured, rest = ctx.saved_tensors[: ctx.num_captured], ctx.saved_tensors[ctx.num_captured :]
+        (q, k, v), saved = rest[:3], rest[3:]
+        dq, dk, dv, *dcaptured = (zero_like(t) for t in (q, k, v, *captured))
+
+        def add_up(grad: Tensor, kept: Sequence[Tensor | None], *totals: Tensor) -> None:
+            into = Gradients(grad, grad, grad, None, dcaptured)
+            found = backward_rows(ctx.call, grad, kept, None, None, into, k.shape[1])
+            for total, part in zip(totals, found, strict=False):
+                total += part
+
+        if dout is not None:
+            add_up(dout, saved, dq, dk, dv)
+        if dlse is not None:
+            add_up(dlse.unsqueeze(-1), _ones_for_values(saved), dq, dk)
+        grads = zip((dq, dk, dv, *dcaptured), (q, k, v, *captured), strict=True)
+        return None, *(grad.to(t.dtype) for grad, t in grads)
+
+
+def _own_lse(call: Call, saved: Sequence[Tensor | None], num_heads: int) -> Tensor:
+    """(B, H, S) of this rank's tokens; collective where heads are split."""
+    found, batches = [], call.batches()
+    each = len(saved) // len(batches)
+    for i, (task, _) in enumerate(batches):
+        by_group = [lse for lse in saved[each * i + 4 : each * (i + 1) : _KEPT] if lse is not None]
+        lse = by_group[0]
+        if task.inner is not None:
+            lse = to_tokens(task, [[t.unsqueeze(-1)] for t in by_group], [Q], [num_heads])[0].squeeze(-1)
+        found.append(lse)
+    return found[0].contiguous() if len(found) == 1 else torch.cat(found)
+
+
+def _ones_for_values(saved: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What was kept, with values of 1 and outputs of 0, of one feature each."""
+    found: list[Tensor | None] = []
+    for i in range(0, len(saved), _KEPT):
+        q, k, v, out, lse, remote_q = saved[i : i + _KEPT]
+        assert v is not None and out is not None
+        found += [q, k, torch.ones_like(v[..., :1]), torch.zeros_like(out[..., :1]), lse, remote_q]
+    return found
