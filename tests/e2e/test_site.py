@@ -106,38 +106,29 @@ def test_what_is_wrong_in_a_page_is_noticed(tmp_path):
 
 # -- what ends a build ----------------------------------------------------------------------------
 
-GOOD = {"docs/index.md": "# A\n\n[b](b.md#c)\n", "docs/b.md": "# B\n\n## C\n\n::: longmesh.f\n"}
+# Four things are wrong here: two links, a page that is in no menu, and a function without a docstring.
+UNSOUND = {
+    "docs/index.md": "# A\n\n[b](b.md#c) [none](none.md) [no place](b.md#none)\n",
+    "docs/b.md": "# B\n\n## C\n\n::: longmesh.f\n\n::: longmesh.g\n",
+    "docs/lost.md": "# Lost\n",
+    "src/longmesh/__init__.py": '"""P."""\ndef f(): ...\ndef g():\n    """Told.\n\n    >>> g()\n    """\n',
+}
 
 
-def small_site(folder: Path, pages: dict[str, str], source: str) -> Path:
-    """A site of two pages about a package of one file, with our settings."""
-    made = folder / "made"
-    for name, text in {**GOOD, **pages, "src/longmesh/__init__.py": source}.items():
+def test_whatever_is_wrong_ends_the_build(tmp_path):
+    made, folder = tmp_path / "made", tmp_path / "site"
+    for name, text in UNSOUND.items():
         (made / name).parent.mkdir(parents=True, exist_ok=True)
         (made / name).write_text(text)
-    target = folder / "site"
-    target.mkdir()
-    lay_out(target, made / "docs", made / "src")
-    settings = (target / "mkdocs.yml").read_text().split("\nnav:\n")[0]
-    (target / "mkdocs.yml").write_text(settings + "\nnav: [index.md, b.md]\n")
-    return target
+    folder.mkdir()
+    lay_out(folder, made / "docs", made / "src")
+    settings = (folder / "mkdocs.yml").read_text().split("\nnav:\n")[0]
+    (folder / "mkdocs.yml").write_text(settings + "\nnav: [index.md, b.md]\n")
 
-
-def test_a_sound_site_is_built(tmp_path):
-    built = run_mkdocs(small_site(tmp_path, {}, '"""P."""\ndef f():\n    """Told."""\n'))
-    assert is_clean(built), built.stdout
-
-
-def test_a_missing_docstring_and_a_broken_link_end_the_build(tmp_path):
-    pages = {"docs/index.md": "# A\n\n[b](none.md) [c](b.md#none)\n"}
-    built = run_mkdocs(small_site(tmp_path, pages, '"""P."""\ndef f(): ...\n'))
+    built = run_mkdocs(folder)
     assert built.returncode == 1
     assert "b.md: longmesh.f has no docstring" in built.stdout
     assert "'none.md', but the target is not found" in built.stdout
     assert "does not contain an anchor '#none'" in built.stdout
-    assert "Aborted with 3 warnings in strict mode" in built.stdout
-
-
-def test_a_page_that_is_in_no_menu_ends_the_build(tmp_path):
-    built = run_mkdocs(small_site(tmp_path, {"docs/c.md": "# C\n"}, '"""P."""\ndef f():\n    """Told."""\n'))
-    assert built.returncode == 1 and "c.md" in built.stdout
+    assert 'not included in the "nav" configuration:\n  - lost.md' in built.stdout
+    assert "Aborted with 4 warnings in strict mode" in built.stdout
