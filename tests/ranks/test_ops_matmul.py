@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from longmesh import Partial, Replicate, Shard
 from longmesh.comm import record_comm
@@ -33,10 +34,18 @@ PRODUCTS = {
     "addr": (torch.addr, [(5, 3), (5,), (3,)]),
     "matmul": (torch.matmul, [(2, 5, 4), (4, 3)]),
     "matmul broadcast": (torch.matmul, [(2, 1, 5, 4), (3, 4, 2)]),
+    "matmul of heads": (torch.matmul, [(2, 5, 3, 4), (2, 5, 4, 3)]),
+    "matmul by a vector": (torch.matmul, [(2, 5, 4), (4,)]),
+    "vector by matmul": (torch.matmul, [(4,), (2, 5, 4, 3)]),
+    "matmul of nothing": (torch.matmul, [(2, 5, 0), (2, 0, 3)]),
     "linear": (functional.linear, [(5, 4), (3, 4), (3,)]),
     "linear 3d": (functional.linear, [(2, 5, 4), (3, 4), (3,)]),
     "bilinear": (functional.bilinear, [(4, 3), (4, 5), (2, 3, 5), (2,)]),
     "einsum": (lambda x, y: torch.einsum("bij,bkj->bik", x, y), [(2, 5, 4), (2, 3, 4)]),
+    "einsum of heads": (lambda x, y: torch.einsum("bhqd,bhkd->bhqk", x, y), [(2, 5, 3, 4), (2, 5, 2, 4)]),
+    "einsum over heads": (lambda x, y: torch.einsum("bqhd, hde -> bqe", x, y), [(2, 3, 5, 4), (5, 4, 2)]),
+    "einsum of a sum": (lambda x, y: torch.einsum("bhd,d->b", x, y), [(2, 5, 4), (4,)]),
+    "einsum with dots": (lambda x, y: torch.einsum("...hd,hd->...h", x, y), [(2, 5, 4), (5, 4)]),
     "einsum sum": (lambda x, y: torch.einsum("ij,jk->", x, y), [(5, 4), (4, 3)]),
     "tensordot": (lambda x, y: torch.tensordot(x, y, dims=2), [(5, 2, 4), (2, 4, 3)]),
     "kron": (torch.kron, [(2, 3), (3, 2)]),
@@ -62,6 +71,59 @@ def test_against_plain_torch(pool, mesh_shape):
     assert pool.run(cases, mesh_shape, ranks=ranks)[0] == []
 
 
+def second_derivatives(x, w, b):
+    """Gradients of the norm of gradients."""
+    x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
+    y = functional.linear(x, w, b).square() @ w
+    first = torch.autograd.grad(y.square().sum(), (x, w, b), create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in first), (x, w, b))
+
+
+def recomputed(x, w, b):
+    """An activation checkpoint, recomputed by torch.autograd.grad."""
+    x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
+    y = checkpoint(lambda x: functional.linear(x, w, b).relu() @ w, x, use_reentrant=False)
+    return torch.autograd.grad(y.sum(), (x, w, b), materialize_grads=True)
+
+
+def in_lower_precision(x, w, b):
+    with torch.autocast("cpu", torch.bfloat16):
+        return functional.linear(x.float(), w.float(), b.float()) @ w.float()
+
+
+def by_transform(x, w, b):
+    return torch.func.grad(lambda x: functional.linear(x, w, b).square().sum())(x)
+
+
+def without_gradients(x, w, b):
+    with torch.inference_mode():
+        y = functional.linear(x, w, b)
+        return y @ w, torch.einsum("bsd,dc->bsc", y, w), torch.einsum("...d,dc->...c", y, w)
+
+
+WAYS = (second_derivatives, recomputed, in_lower_precision, by_transform, without_gradients)
+
+
+def ways_on_a_cut_inside():
+    torch.manual_seed(0)
+    tensors = [of(2, 5, 4), of(4, 4), of(4)]
+    found = []
+    for placements in ("S(1) R R", "S(1) S(0) S(0)", "P S(1) R"):
+        layouts = [[PLACEMENTS[p]] for p in placements.split()]
+        for way in WAYS:
+            tolerance = 0.05 if way is in_lower_precision else 1e-4  # bfloat16 has 8 bits
+            texts = compare_op(way, tensors, (3,), layouts, grad=False, tolerance=tolerance)
+            found += [(way.__name__, text) for text in texts]
+    return found
+
+
+PLACEMENTS = {"R": Replicate(), "P": Partial(), "S(0)": Shard(0), "S(1)": Shard(1)}
+
+
+def test_a_cut_inside_in_every_way(pool):
+    assert pool.run(ways_on_a_cut_inside, ranks=3)[0] == []
+
+
 def silence():
     mesh = cpu_mesh(3)
 
@@ -81,11 +143,47 @@ def silence():
             torch.einsum("bij,bkj->bik", place((4, 5, 7), Shard(0)), place((4, 3, 7), Shard(0))),
             torch.einsum("bhqd,bhkd->bhqk", place((3, 4, 5, 7), Shard(0)), place((3, 4, 3, 7), Shard(0))),
             torch.dot(place((7,), Shard(0)), place((7,), Shard(0))),
+            functional.linear(
+                place((2, 5, 7), Shard(1)), place((3, 7), Replicate()), place((3,), Replicate())
+            ),
+            place((2, 5, 3, 7), Shard(1)) @ place((2, 5, 7, 3), Shard(1)),
+            torch.einsum("bhqd,bhkd->bhqk", place((3, 4, 5, 7), Shard(1)), place((3, 4, 3, 7), Shard(1))),
         ]
     return log.events, [str(t._layout) for t in made]
+
+
+def silent_gradients():
+    mesh = cpu_mesh(3)
+    torch.manual_seed(0)
+    x, w, b = (
+        distribute(of(*shape), mesh, Layout(mesh, [p])).requires_grad_()
+        for shape, p in [((2, 5, 7), Shard(1)), ((3, 7), Replicate()), ((3,), Replicate())]
+    )
+    with record_comm() as log:
+        y = functional.linear(x, w, b)
+        y.backward(y.detach())
+    return log.events, [str(t.grad._layout) for t in (x, w, b)]
+
+
+def test_gradients_of_a_cut_batch_dim_send_nothing(pool):
+    assert pool.run(silent_gradients, ranks=3)[0] == ([], ["S(1)", "P", "P"])
 
 
 def test_what_sends_nothing(pool):
     events, layouts = pool.run(silence, ranks=3)[0]
     assert events == []
-    assert layouts == ["S(0)", "S(1)", "P", "P", "P", "S(1)", "S(0)", "S(0)", "S(0)", "P"]
+    assert layouts == [
+        "S(0)",
+        "S(1)",
+        "P",
+        "P",
+        "P",
+        "S(1)",
+        "S(0)",
+        "S(0)",
+        "S(0)",
+        "P",
+        "S(1)",
+        "S(1)",
+        "S(1)",
+    ]

@@ -209,3 +209,54 @@ def directly(shape, placements):
 def test_operators_run_their_plan_at_once_only_where_nobody_looks(pool, shape, ranks):
     for found in pool.run(directly, shape, [Shard(0)], ranks=ranks):
         assert found == ([], True, True, True, True)
+
+
+def write(x, y):
+    x.mul_(0.5).add_(1).add_(y, alpha=-2.0).lerp_(y, 0.25)
+    x.addcmul_(y, y, value=0.3).addcdiv_(y, y.square().add_(1.0).sqrt(), value=-0.5)
+    return x
+
+
+def writes_directly(shape, placements):
+    """In-place methods, seen and unseen; their tensors' versions and views notice."""
+    mesh = cpu_mesh(torch.distributed.get_world_size())
+    a, b = torch.randn(shape), torch.randn(shape)
+    x, y = (distribute_tensor(t, mesh, placements) for t in (a, b))
+    for _ in range(2):  # the second time by known plans
+        write(a, b)
+        with torch.no_grad():
+            write(x, y)
+    seen, version = [], x._version
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad():
+        with Watch():
+            x.mul_(1.0)
+        x.mul_(1.0)
+        p = x.clone().requires_grad_()
+    result = p.square().sum()
+    with torch.no_grad():
+        p.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+    with torch.no_grad(), pytest.raises(LongmeshError):
+        x.add_(b)
+    with torch.no_grad():
+        moved = x.reshape(-1)  # where it is cut, a copy that writes back to x
+        moved.mul_(3.0)
+        moved.mul_(2.0)
+    return (
+        torch.allclose(x.full_tensor(), a * 6.0, rtol=1e-4, atol=1e-5),
+        "aten.mul_.Tensor" in seen,
+        x._version - version >= 2,
+    )
+
+
+@pytest.mark.parametrize(("shape", "ranks"), [((8, 5), 1), ((7, 4), 3), ((2, 4), 3)])
+def test_writes_run_their_plan_at_once_only_where_nobody_looks(pool, shape, ranks):
+    for found in pool.run(writes_directly, shape, [Shard(1)], ranks=ranks):
+        assert found == (True, True, True)

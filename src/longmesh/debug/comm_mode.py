@@ -169,7 +169,7 @@ class CommDebugMode(TorchDispatchMode):
             call.end_us = now_us()
             call.waited_us = call.end_us - call.start_us
             return result
-        if any(kind is DTensor for kind in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs it, with this mode on for what it does
         return func(*args, **kwargs)
 

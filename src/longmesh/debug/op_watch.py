@@ -116,7 +116,7 @@ class OpWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not any(kind is DTensor for kind in types):
+        if not any(issubclass(kind, DTensor) for kind in types):
             return func(*args, **kwargs)
         inputs = _parts_of((args, kwargs))
         op = WatchedOp(

@@ -32,7 +32,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 def is_cut_by_classes(logits: torch.Tensor, target: torch.Tensor) -> bool:
     """Whether these are logits for `cut_cross_entropy`: cut by classes, nothing pending, targets that are indices."""
     return (
-        type(logits) is DTensor
+        isinstance(logits, DTensor)
         and logits.ndim > 0
         and logits.is_floating_point()
         and not target.is_floating_point()

@@ -23,7 +23,7 @@ from longmesh.tensor.meta import contiguous_stride
 def can_fuse(x: torch.Tensor, mesh: DeviceMesh, *layouts: Placement) -> bool:
     """Whether a step may work on local tensors: nobody is watching the ops it would be made of, and what is pending
     in `layouts` or `x` are sums, whose terms have the gradient of the whole."""
-    if type(x) is DTensor:
+    if isinstance(x, DTensor):
         known = x._lookup is None and (x._mesh is mesh or x._mesh == mesh)
         layouts = (*layouts, *x.placements)
     else:
@@ -66,7 +66,7 @@ def receive(
     x: torch.Tensor, mesh: DeviceMesh, placement: Placement, features: int | None, argument: str
 ) -> tuple[torch.Tensor, Crossing]:
     """This rank's part of an input, and how it came."""
-    if type(x) is DTensor:
+    if isinstance(x, DTensor):
         return x._local_tensor, Crossing(x._layout, x.shape, False)
     layout = layout_on(MeshShape.of(mesh), placement, x.ndim, argument)
     shape = whole_shape(layout, x, comm_of(mesh), features, argument)
@@ -87,6 +87,6 @@ def take_gradient(
     grad: torch.Tensor, given: Layout, wanted: Layout, shape: Sequence[int], comm: MeshComm
 ) -> torch.Tensor:
     """The local part of a result's gradient in the layout `wanted`; a plain one is laid out as `given`."""
-    if type(grad) is DTensor:
+    if isinstance(grad, DTensor):
         return move(grad, wanted)._local_tensor
     return move_local(grad, gradient_layout(given), wanted, shape, comm)

@@ -61,7 +61,7 @@ class EmbeddingStep:
             max_norm is None
             and not sparse
             and can_fuse(indices, self.mesh, self.input_layout, self.output_layout)
-            and type(table) is DTensor
+            and isinstance(table, DTensor)
             and table.placements == (self.weight_placement,)
         ):
             padding = -1 if padding_idx is None else padding_idx

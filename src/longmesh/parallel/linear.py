@@ -75,7 +75,7 @@ class LinearStep:
 
 
 def _lies(parameter: torch.Tensor, placement: Placement) -> bool:
-    return type(parameter) is DTensor and parameter.placements == (placement,)
+    return isinstance(parameter, DTensor) and parameter.placements == (placement,)
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -140,7 +140,7 @@ def _gradient_and_product(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A result's gradient as the step needs it, and its product with the weight if that is given."""
     step, comm = ctx.step, comm_of(ctx.step.mesh)
-    if type(grad) is DTensor:
+    if isinstance(grad, DTensor):
         local, lies = grad._local_tensor, grad._layout
     else:
         local, lies = grad, gradient_layout(ctx.out)

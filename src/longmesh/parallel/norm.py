@@ -89,7 +89,7 @@ class RMSNormStep(NormStep):
     ) -> torch.Tensor:
         if not self.is_local(x, normalized, weight):
             return self.run_by_ops(x, weight, normalized, eps)
-        given = self.enter(x) if type(x) is DTensor else x
+        given = self.enter(x) if isinstance(x, DTensor) else x
         local = given.to_local() if isinstance(given, DTensor) else given
         scale = weight.to_local(grad_placements=(Partial(),)) if isinstance(weight, DTensor) else None
         result = F.rms_norm(local, normalized, scale, eps)
@@ -106,7 +106,7 @@ class RMSNormStep(NormStep):
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:
-    return type(parameter) is DTensor and parameter.placements == (Replicate(),)
+    return isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
 
 
 class _FusedLayerNorm(torch.autograd.Function):

@@ -21,9 +21,9 @@ from longmesh.spec import Partial, Placement, Shard
 
 
 def product_lines(operands: list[str], result: str) -> list[tuple[list[Placement], Partial | Shard]]:
-    """What an axis may do to the operands of a product, and what the result then is."""
+    """What an axis may do to the operands of a product, and what the result then is. "." is a dim that stays whole."""
     lines: list[tuple[list[Placement], Partial | Shard]] = []
-    for letter in dict.fromkeys("".join(operands)):
+    for letter in dict.fromkeys("".join(operands).replace(".", "")):
         cut: list[Placement] = [S(o.index(letter)) if letter in o else R for o in operands]
         lines.append((cut, S(result.index(letter)) if letter in result else P))
     for pending in (P, AVG):
@@ -165,7 +165,7 @@ RULES: dict[str, Rule] = {
     "addbmm.default": added_rule("bij,bjk->ik"),
     "addmv.default": added_rule("ij,j->i"),
     "addr.default": added_rule("i,j->ij"),
-    "linear.default": Rule(linear_lines, linear_meta),
+    "linear.default": Rule(linear_lines, linear_meta, reads_sizes=False),
     "_trilinear.default": Rule(trilinear_lines),
     "_cdist_forward.default": Rule(distance_lines),
     "_cdist_backward.default": Rule(distance_backward_lines, local_op=distance_backward_op),

@@ -1,7 +1,7 @@
 """DTensor and its ops."""
 
 # First: the class and what works on it need each other, and this order lets them.
-from longmesh.tensor.dtensor import DTensor  # isort: skip
+from longmesh.tensor.dtensor import CutInside, DTensor  # isort: skip
 
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach_types
@@ -17,8 +17,8 @@ from longmesh.tensor.random import get_rng_state, manual_seed, set_rng_state
 dispatcher.handlers.update(HANDLERS)
 
 # torch's optimizers and clip_grad_norm_ take their foreach path for the types listed there.
-_optim_foreach_types.append(DTensor)
-_clip_foreach_types.append(DTensor)
+_optim_foreach_types.extend((DTensor, CutInside))
+_clip_foreach_types.extend((DTensor, CutInside))
 
 __all__ = [
     "DTensor",

@@ -1,10 +1,11 @@
 """Arithmetic without torch's dispatcher: where nothing above a DTensor would see the op, its plan runs at once.
 
-    x + y    no gradient, no mode, no transform, no autocast  ->  the plan of add.Tensor on the local parts
-             otherwise, and for a call whose like was not seen  ->  torch, which comes back through `dispatch`
+    x + y      no gradient, no mode, no transform, no autocast  ->  the plan of add.Tensor on the local parts
+               otherwise, and for a call whose like was not seen  ->  torch, which comes back through `dispatch`
+    x.mul_(y)  the same where gradients are off, as in an optimizer's step
 
-Entering `__torch_dispatch__` and handing the result back costs more than adding two small tensors. Only ops that
-return new tensors: a view shares its base's version counter, which torch alone can set up.
+Entering `__torch_dispatch__` and handing the result back costs more than adding two small tensors. No views: they share
+their base's version counter, which torch alone can set up.
 """
 
 from __future__ import annotations
@@ -60,3 +61,26 @@ def matmul(self: Any, other: Any) -> Any:
     key, parts = (self._held, other._held), (self._local_tensor, other._local_tensor)
     result = self._run_known(torch.ops.aten.mm.default, key, parts)
     return torch.Tensor.matmul(self, other) if result is None else result
+
+
+def unary(op: OpOverload, by_torch: Method) -> Method:
+    """The method of an op on one DTensor."""
+
+    def method(self: Any) -> Any:
+        if torch.is_grad_enabled() and self.requires_grad:
+            return by_torch(self)
+        result = self._run_known(op, (self._held,), (self._local_tensor,))
+        return by_torch(self) if result is None else result
+
+    return method
+
+
+def in_place(op: OpOverload, by_torch: Method) -> Method:
+    """The method of an op that writes to the DTensor it is called on."""
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() or not self._write_known(op, (self, *args), options):
+            return by_torch(self, *args, **options)
+        return self
+
+    return method

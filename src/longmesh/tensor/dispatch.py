@@ -24,7 +24,7 @@ from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import move, part_moved, settle_lookup
 from longmesh.tensor.direct import is_unseen
-from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.dtensor import CutInside, DTensor, wrap as wrap_held
 from longmesh.tensor.held import hold
 from longmesh.tensor.op_key import describe, describe_named, exact_key
 from longmesh.tensor.op_plan import OpPlan, Output, is_pointwise, make_plan
@@ -82,7 +82,7 @@ class Dispatcher:
         parts: list[Any] = []
         local_args: list[Any] = []
         for value in args:
-            if type(value) is DTensor:
+            if isinstance(value, DTensor):
                 parts.append(value._held)
                 local_args.append(value._local_tensor)
             else:
@@ -104,8 +104,9 @@ class Dispatcher:
         held = output.held
         if held.dtype is not local.dtype:
             held = hold(held.mesh, held.layout, held.shape, held.stride, local.dtype)
+        kind = CutInside if held.is_cut_inside else DTensor
         result = _make_wrapper(
-            DTensor, held.shape, held.stride, 0, None, held.dtype, torch.strided, local.device, False, False
+            kind, held.shape, held.stride, 0, None, held.dtype, torch.strided, local.device, False, False
         )  # fmt: skip
         result._local_tensor = local
         result._held = held
@@ -131,9 +132,9 @@ class Dispatcher:
         if result is USUAL:
             return self._run(table, args, kwargs, key)
         if type(result) is OpPlan:
-            self._keep(result, table, args, kwargs, key)
+            self._keep(result, table, all_tensors((args, kwargs)), key, exact_key(args, kwargs))
             return self._execute(result, func, args, kwargs)
-        if type(result) is DTensor and result._origin is not None and args and result is args[0]:
+        if isinstance(result, DTensor) and result._origin is not None and args and result is args[0]:
             write_to_origin(result, move)
         return result
 
@@ -145,6 +146,29 @@ class Dispatcher:
             return None
         return wrap(plan.local_call(*parts), plan.single)  # pyright: ignore[reportOptionalCall]
 
+    def write_known(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Do as `run_known` for an op that writes to its first argument; False where it was not done."""
+        table = self.tables.get(id(func))
+        if (
+            table is None
+            or not is_unseen()
+            or args[0]._origin is not None
+            or torch.is_inference_mode_enabled()
+        ):
+            return False
+        parts: list[Any] = []
+        local_args = [describe(value, parts, table.reads_floats) for value in args]
+        local_kwargs = describe_named(kwargs, parts, table.reads_floats) if kwargs else {}
+        try:
+            plan = table.usual.get(tuple(parts))
+        except TypeError:  # symbolic sizes don't hash
+            return False
+        if plan is None or not plan.is_plain or plan.written != 0:
+            return False
+        plan.local_call(*local_args, **local_kwargs)  # pyright: ignore[reportOptionalCall]
+        torch._C._increment_version([args[0]])
+        return True
+
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run by rule, decomposition or replication, without looking for a handler."""
         return self._run(self.tables.get(id(func)) or self._table(func), args, kwargs, None)
@@ -153,10 +177,11 @@ class Dispatcher:
         self, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...] | None
     ) -> Any:
         """`key`: under which the plan is to be found as a usual one; None for a handler's own calls."""
-        func, plan = table.func, None
+        func, plan, exact = table.func, None, ()
         if key is None or not table.reads_floats:
+            exact = exact_key(args, kwargs)
             with contextlib.suppress(TypeError):
-                plan = table.plans.get(exact_key(args, kwargs))
+                plan = table.plans.get(exact)
         if plan is None:
             if func._schema.is_mutable and writes_plain(func, args, kwargs):
                 args, kwargs = map_tensors(value_of, (args, kwargs))
@@ -165,25 +190,26 @@ class Dispatcher:
             if not share_mesh(tensors):
                 args, kwargs = replicate_plain(func, args, kwargs)
                 return self._run(table, args, kwargs, None)
-            if all(type(t) is DTensor for t in tensors):
-                plan = make_plan(func, args, kwargs, first_mesh(args, kwargs))
+            mesh = next(t._mesh for t in tensors if isinstance(t, DTensor))
+            if all(isinstance(t, DTensor) for t in tensors):
+                plan = make_plan(func, args, kwargs, mesh)
             else:
                 whole_args, whole_kwargs = replicate_plain(func, args, kwargs)
-                plan = make_plan(func, whole_args, whole_kwargs, first_mesh(args, kwargs))
+                plan = make_plan(func, whole_args, whole_kwargs, mesh)
                 plan = replace(plan, has_numbers=True)
-            self._keep(plan, table, args, kwargs, key)
+            self._keep(plan, table, tensors, key, exact)
         return self._execute(plan, func, args, kwargs)
 
     def _keep(
         self,
         plan: OpPlan,
         table: OpTable,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
         key: tuple[Any, ...] | None,
+        exact: tuple[Any, ...],
     ) -> None:
         """Remember a plan for calls alike, where there can be any: as a usual one under `key`, if given."""
-        helds = [t._held for t in all_tensors((args, kwargs)) if type(t) is DTensor]
+        helds = [t._held for t in tensors if isinstance(t, DTensor)]
         if any(held.is_symbolic for held in helds):
             return
         if not table.reads_floats and (plan.rewritten or any(held.layout.partial_axes for held in helds)):
@@ -192,7 +218,7 @@ class Dispatcher:
         if len(plans) >= _MAX_PLANS:
             plans.clear()
         with contextlib.suppress(TypeError):  # symbolic sizes don't hash
-            plans[exact_key(args, kwargs) if key is None else key] = plan
+            plans[exact if key is None else key] = plan
 
     def _execute(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.is_plain:
@@ -266,7 +292,7 @@ def _call_locally(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         tensors.append(local)
         return local
 
-    local_args = [to_local(a) if type(a) is DTensor else map_tensors(to_local, a) for a in args]
+    local_args = [to_local(a) if isinstance(a, DTensor) else map_tensors(to_local, a) for a in args]
     local_kwargs = map_tensors(to_local, kwargs)
     if plan.rewritten is not None:
         local_args, local_kwargs = plan.rewritten(tensors)
@@ -275,17 +301,12 @@ def _call_locally(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def wrap(local: torch.Tensor, output: Output) -> DTensor:
-    """A DTensor around a local result. Positional arguments: this is every op's last step."""
+    """A DTensor around a local result."""
     dtype = local.dtype
     held = output.held
     if held is None or held.dtype is not dtype:
         held = output.held = hold(output.mesh, output.layout, output.shape, output.stride, dtype)
-    result = _make_wrapper(
-        DTensor, held.shape, held.stride, 0, None, dtype, torch.strided, local.device, False, False
-    )  # fmt: skip
-    result._local_tensor = local
-    result._held = held
-    return result
+    return wrap_held(local, held)
 
 
 def wrap_all(result: Any, outputs: tuple[Output, ...]) -> Any:

@@ -72,7 +72,7 @@ class DTensor(torch.Tensor):
     # What fully_shard asks a parameter for: it knows only torch's own class.
     _fsdp_orig_uid = fsdp_pre_all_gather = property(refuse_fsdp)
 
-    # Ops run in __torch_dispatch__ below autograd; no Python runs above it.
+    # Ops run in __torch_dispatch__ below autograd; no Python runs above it, but for `CutInside`.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
@@ -86,8 +86,9 @@ class DTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> DTensor:
         """Wrap a local tensor that is already this rank's part. For users: `from_local`."""
+        held = hold(mesh, layout, shape, stride, local_tensor.dtype)
         self = _make_wrapper(
-            cls,
+            CutInside if held.is_cut_inside else DTensor,
             shape,  # pyright: ignore[reportArgumentType]
             stride,  # pyright: ignore[reportArgumentType]
             0,
@@ -99,7 +100,7 @@ class DTensor(torch.Tensor):
             requires_grad,
         )
         self._local_tensor = local_tensor
-        self._held = hold(mesh, layout, shape, stride, local_tensor.dtype)
+        self._held = held
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -210,10 +211,21 @@ class DTensor(torch.Tensor):
     __sub__ = direct.binary(aten.sub.Tensor, torch.Tensor.__sub__)
     __truediv__ = direct.binary(aten.div.Tensor, torch.Tensor.__truediv__)
     __matmul__ = direct.matmul
+    sqrt = direct.unary(aten.sqrt.default, torch.Tensor.sqrt)
+    # What optimizers write with.
+    add_ = direct.in_place(aten.add_.Tensor, torch.Tensor.add_)
+    mul_ = direct.in_place(aten.mul_.Tensor, torch.Tensor.mul_)
+    lerp_ = direct.in_place(aten.lerp_.Scalar, torch.Tensor.lerp_)
+    addcmul_ = direct.in_place(aten.addcmul_.default, torch.Tensor.addcmul_)
+    addcdiv_ = direct.in_place(aten.addcdiv_.default, torch.Tensor.addcdiv_)
 
     @staticmethod
     def _run_known(op: Any, key: tuple[Any, ...], parts: tuple[Any, ...]) -> DTensor | None:
         return dispatching.dispatch.run_known(op, key, parts)
+
+    @staticmethod
+    def _write_known(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return dispatching.dispatch.write_known(op, args, kwargs)
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -333,6 +345,21 @@ class DTensor(torch.Tensor):
         return tensor_shard(self, index)
 
 
+class CutInside(DTensor):
+    """A DTensor with a cut between its first and last dim: its products are taken whole (functions.py).
+
+    A class of its own, since torch asks `__torch_function__` at every op and attribute of a class that has one.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return functions.call(func, args, kwargs)
+
+
 def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """from_local's common case."""
     stride = None if local.is_contiguous() else local.stride()
@@ -340,12 +367,14 @@ def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Pla
     if any(type(size) is not int for size in local.shape):  # symbolic sizes don't hash
         of_parts = of_parts.__wrapped__
     held = of_parts(comm_of(mesh), placements, local.shape, stride, local.dtype)
-    return _wrap(local.detach(), held)
+    return wrap(local.detach(), held)
 
 
-def _wrap(local: torch.Tensor, held: Held) -> DTensor:
+def wrap(local: torch.Tensor, held: Held) -> DTensor:
+    """The DTensor whose part here is `local`. Positional arguments: this is every op's last step."""
+    kind = CutInside if held.is_cut_inside else DTensor
     result = _make_wrapper(
-        DTensor, held.shape, held.stride, 0, None, held.dtype, torch.strided, local.device, False, False
+        kind, held.shape, held.stride, 0, None, held.dtype, torch.strided, local.device, False, False
     )  # fmt: skip
     result._local_tensor = local
     result._held = held
@@ -384,3 +413,4 @@ torch.serialization.add_safe_globals(
 # The class and what works on it need each other: they come when the class is there.
 import longmesh.tensor.autograd as autograd  # noqa: E402
 import longmesh.tensor.dispatch as dispatching  # noqa: E402
+import longmesh.tensor.functions as functions  # noqa: E402

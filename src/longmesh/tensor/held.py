@@ -21,7 +21,17 @@ from longmesh.spec import Layout
 class Held:
     """How a tensor is held. Interned unless `is_symbolic`: equal means identical."""
 
-    __slots__ = ("comm", "dtype", "is_symbolic", "layout", "mesh", "routes", "shape", "stride")
+    __slots__ = (
+        "comm",
+        "dtype",
+        "is_cut_inside",
+        "is_symbolic",
+        "layout",
+        "mesh",
+        "routes",
+        "shape",
+        "stride",
+    )
 
     comm: MeshComm
     mesh: DeviceMesh
@@ -30,6 +40,8 @@ class Held:
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_symbolic: bool
+    # Whether a dim between the first and the last is cut: as rows of a matrix the parts would not be one piece each.
+    is_cut_inside: bool
     # Plans to other layouts, once made.
     routes: dict[Layout, RedistributePlan]
 
@@ -79,6 +91,7 @@ class _Registry:
         held.mesh = mesh
         held.comm, held.layout, held.shape, held.stride, held.dtype = key
         held.is_symbolic = is_symbolic
+        held.is_cut_inside = any(0 < dim < len(held.shape) - 1 for dim in held.layout.shard_dims)
         held.routes = {}
         return held
 

@@ -20,18 +20,28 @@ PLAIN = object()
 def describe(value: Any, parts: list[Any], reads_floats: bool = True) -> Any:
     """Append to `parts` what a plan depends on: how a tensor is held, the value of anything else. Returns the value
     with each DTensor's local part in its place."""
-    kind = type(value)
-    if kind is DTensor:
+    if isinstance(value, DTensor):
         parts.append(value._held)
         return value._local_tensor
+    kind = type(value)
     if kind is list or kind is tuple:
         parts.append(list)
         parts.append(len(value))
-        first = type(value[0]) if value else None
+        head = value[0] if value else None
+        first = type(head)
         if first is int:  # sizes, dims: all of them integers, or symbols that don't hash
             parts += value
             return value
-        if first is DTensor:
+        if first is bool:
+            parts.append(bool)
+            parts += value
+            return value
+        if first is float and set(map(type, value)) == {float}:  # one number for each tensor of a list
+            parts.append(float)
+            if reads_floats:
+                parts += value
+            return value
+        if isinstance(head, DTensor):
             try:
                 parts += [v._held for v in value]
                 return [v._local_tensor for v in value]

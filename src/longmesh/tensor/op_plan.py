@@ -141,9 +141,11 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], m
     metas: list[Meta] = []
 
     def describe(tensor: Any) -> Meta:
-        layouts.append(tensor._layout)
-        metas.append(Meta(len(metas), tuple(tensor.shape), tensor.stride(), tensor.dtype))
-        return metas[-1]
+        held = tensor._held
+        layouts.append(held.layout)
+        meta = Meta(len(metas), tuple(held.shape), tuple(held.stride), held.dtype)
+        metas.append(meta)
+        return meta
 
     meta_args, meta_kwargs = map_tensors(describe, (args, kwargs))
     call = OpCall(functional or func, meta_args, meta_kwargs, tuple(metas))
@@ -318,6 +320,7 @@ _BOUND = frozenset(
 )  # fmt: skip
 
 
+@functools.cache
 def quick_call(func: OpOverload) -> Callable[..., Any]:
     """The cheapest way to call an op on plain tensors."""
     name = rule_name(func).removesuffix(".default")

@@ -29,10 +29,10 @@ taken_as_replicated: ContextVar[bool] = ContextVar("longmesh_taken_as_replicated
 
 def share_mesh(tensors: list[torch.Tensor]) -> bool:
     """Whether all are DTensors of one mesh, or plain scalars beside them."""
-    meshes = [t._mesh for t in tensors if type(t) is DTensor]
+    meshes = [t._held.mesh for t in tensors if isinstance(t, DTensor)]
     return (
         len(meshes) > 0
-        and all(type(t) is DTensor or t.ndim == 0 for t in tensors)
+        and (len(meshes) == len(tensors) or all(isinstance(t, DTensor) or t.ndim == 0 for t in tensors))
         and all(mesh is meshes[0] or mesh == meshes[0] for mesh in meshes)
     )
 

@@ -7,23 +7,45 @@ from typing import Any
 
 import torch
 
+# What most arguments are besides tensors: known at a glance.
+_LEAVES = frozenset((int, float, bool, type(None), str, torch.dtype, torch.device))
+
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """`value` with every tensor replaced by `fn(tensor)`, in order."""
-    if isinstance(value, torch.Tensor):
-        return fn(value)
     kind = type(value)
-    if kind is tuple or kind is list:
-        return kind(map_tensors(fn, v) for v in value)
+    if kind in _LEAVES:
+        return value
+    if kind is tuple:
+        return tuple([map_tensors(fn, v) for v in value])
+    if kind is list:
+        return [map_tensors(fn, v) for v in value]
     if kind is dict:
         return {k: map_tensors(fn, v) for k, v in value.items()}
+    if isinstance(value, torch.Tensor):
+        return fn(value)
     if isinstance(value, tuple):  # a named tuple of results
-        return tuple(map_tensors(fn, v) for v in value)
+        return tuple([map_tensors(fn, v) for v in value])
     return value
 
 
 def all_tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor in `value`, in order."""
     found: list[torch.Tensor] = []
-    map_tensors(found.append, value)
+    _collect(value, found)
     return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    kind = type(value)
+    if kind in _LEAVES:
+        return
+    if kind is dict:
+        value = value.values()
+    elif isinstance(value, torch.Tensor):
+        found.append(value)
+        return
+    elif not isinstance(value, (tuple, list)):
+        return
+    for v in value:
+        _collect(v, found)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from support.rule_check import check_program
+from longmesh.rules.product import einsum_terms
+from support.rule_check import check_call, check_program
 
 RANKS = (1, 2, 3, 4)
 
@@ -53,6 +54,82 @@ def test_linear():
         for shape in ((7,), (5, 7), (2, 3, 7), (0, 7)):
             for bias in (None, of(3)):
                 assert check_program(lambda s=shape, b=bias: linear(of(*s), of(3, 7), b), RANKS) == []
+
+
+PAIRS = [
+    ((5, 7), (7, 3)),
+    ((7,), (7,)),
+    ((7,), (2, 7, 3)),
+    ((2, 5, 7), (7,)),
+    ((2, 5, 7), (7, 3)),
+    ((5, 7), (2, 7, 3)),
+    ((2, 4, 5, 7), (2, 4, 7, 3)),
+    ((2, 1, 5, 7), (4, 7, 3)),
+    ((1, 5, 0), (3, 0, 2)),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=str)
+def test_matmul_and_its_gradients(a, b):
+    a, b = of(*a), of(*b)
+    grad = of(*torch.matmul(a, b).shape)
+
+    def gradients(grad, a, b, mask):
+        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+        found = torch.autograd.grad(a @ b, (a, b), grad)
+        return [g if asked else None for g, asked in zip(found, mask, strict=True)]
+
+    for ranks in (2, 3):
+        assert check_call(torch.ops.aten.matmul.default, (a, b), {}, ranks) == []
+        for mask in ([True, True], [True, False], [False, True]):
+            found = check_call(
+                torch.ops.aten.matmul_backward.default, (grad, a, b, mask), {}, ranks, gradients
+            )
+            assert found == []
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 5, 7), (2, 0, 7), (2, 3, 4, 7)], ids=str)
+def test_gradients_of_linear(shape):
+    x, weight, bias = of(*shape), of(3, 7), of(3)
+    grad = of(*shape[:-1], 3)
+
+    def gradients(x, grad, weight, mask):
+        inputs = [t.detach().requires_grad_() for t in (x, weight, bias)]
+        found = torch.autograd.grad(torch.nn.functional.linear(*inputs), inputs, grad)
+        return [g if asked else None for g, asked in zip(found, mask, strict=True)]
+
+    for ranks in (2, 3):
+        for mask in ([True, True, True], [False, True, True], [True, False, False], [False, False, True]):
+            found = check_call(
+                torch.ops.aten.linear_backward.default, (x, grad, weight, mask), {}, ranks, gradients
+            )
+            assert found == []
+
+
+def test_einsum():
+    for equation, a, b in (
+        ("bhqd,bhkd->bhqk", (2, 5, 3, 4), (2, 5, 2, 4)),
+        ("bqhd, hde -> bqe", (2, 3, 5, 4), (5, 4, 2)),
+        ("ij,ij->ij", (5, 1), (5, 1)),
+        ("i,j->ij", (5,), (3,)),
+    ):
+        for ranks in (2, 3):
+            assert check_call(torch.ops.aten.einsum.default, (equation, [of(*a), of(*b)]), {}, ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("equation", "a", "b"),
+    [
+        ("ij,jk", (2, 3), (3, 4)),  # no result
+        ("ii,ij->j", (3, 3), (3, 2)),  # a diagonal
+        ("ij,jk->i", (2, 3), (3, 4)),  # k is summed alone
+        ("...i,i->...", (2, 3), (3,)),
+        ("ij,jk->ik", (2, 1), (3, 4)),  # broadcasts
+        ("ij,jk->ik", (2, 3, 4), (3, 4)),  # dims that have no letter
+    ],
+)
+def test_equations_that_are_left_to_torch(equation, a, b):
+    assert einsum_terms(equation, [a, b]) is None
 
 
 def test_trilinear():

@@ -82,7 +82,11 @@ def _is_ours(given: dict[str, Any]) -> bool:
     """Whether all tensors are cut alike, tokens among the dims. A function of what a plan depends on."""
     names = [n for n in ("query", "key", "value", "grad_out", "out", "logsumexp") if n in given]
     tensors = [given[name] for name in names]
-    if given["attn_mask"] is not None or given["dropout_p"] or not all(type(t) is DTensor for t in tensors):
+    if (
+        given["attn_mask"] is not None
+        or given["dropout_p"]
+        or not all(isinstance(t, DTensor) for t in tensors)
+    ):
         return False
     query = tensors[0]
     layout = query._layout

@@ -49,13 +49,13 @@ def _may_stay(layout: Layout, is_linear: bool) -> bool:
 
 
 def _lie_alike(lead: torch.Tensor, others: Sequence[torch.Tensor], is_linear: bool) -> bool:
-    if type(lead) is not DTensor:
-        return not any(type(other) is DTensor for other in others)
+    if not isinstance(lead, DTensor):
+        return not any(isinstance(other, DTensor) for other in others)
     held = lead._held
     if not _may_stay(held.layout, is_linear):
         return False
     for other in others:
-        if type(other) is not DTensor:
+        if not isinstance(other, DTensor):
             return False
         own = other._held
         if own is not held and (
@@ -67,13 +67,13 @@ def _lie_alike(lead: torch.Tensor, others: Sequence[torch.Tensor], is_linear: bo
 
 def scalar_of(value: Any) -> Any:
     """A tensor that holds for all members (a learning rate, a clipping factor): reduced and whole, on any mesh."""
-    if type(value) is DTensor:
+    if isinstance(value, DTensor):
         return move(value, Layout.replicated(value._layout.mesh))._local_tensor
     return value
 
 
 def parts_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [t._local_tensor if type(t) is DTensor else t for t in tensors]
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
 def _is_tensor_list(value: Any) -> bool:
@@ -117,7 +117,7 @@ def foreach(name: str, overload: str, *, writes: bool) -> Handler:
 def _has_only_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether every tensor is a DTensor and a member of a list."""
     lists = [a for a in args if _is_tensor_list(a)]
-    return all(type(t) is DTensor for tensors in lists for t in tensors) and not any(
+    return all(isinstance(t, DTensor) for tensors in lists for t in tensors) and not any(
         isinstance(a, torch.Tensor) for a in (*args, *kwargs.values())
     )
 
@@ -158,7 +158,7 @@ def _run_together(
 
 def wrap_like(lead: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A result that lies as `lead` does."""
-    if type(lead) is not DTensor:
+    if not isinstance(lead, DTensor):
         return local
     return DTensor(local, lead._mesh, lead._layout, lead.shape, global_stride(lead.shape, local))
 

@@ -38,14 +38,14 @@ def foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _reduced(tensor: torch.Tensor) -> torch.Tensor:
-    if type(tensor) is DTensor and tensor._layout.partial_axes:
+    if isinstance(tensor, DTensor) and tensor._layout.partial_axes:
         return move(tensor, gradient_layout(tensor._layout))
     return tensor
 
 
 def _part(tensor: torch.Tensor, order: float) -> torch.Tensor:
     """This rank's part; one number that adds nothing in place of an empty one."""
-    if type(tensor) is not DTensor:
+    if not isinstance(tensor, DTensor):
         return tensor
     local = tensor._local_tensor
     if local.numel() or not tensor.numel():
@@ -57,7 +57,7 @@ def _cut_alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """The indices of the tensors that are cut, by mesh and cutting axes."""
     groups: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        if type(tensor) is DTensor and tensor._layout.shard_dims:
+        if isinstance(tensor, DTensor) and tensor._layout.shard_dims:
             axes = tuple(isinstance(p, Shard) for p in tensor._layout.placements)
             groups.setdefault((tensor._held.comm, axes), []).append(i)
     return list(groups.values())
@@ -86,7 +86,7 @@ def _reduce(values: torch.Tensor, like: DTensor, pending: Partial) -> torch.Tens
 
 
 def _replicated(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if type(tensor) is not DTensor:
+    if not isinstance(tensor, DTensor):
         return value
     return DTensor(value, tensor._mesh, Layout.replicated(tensor._layout.mesh), (), ())
 

@@ -26,9 +26,9 @@ def fused_step(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     moved: list[tuple[DTensor, DTensor]] = []
 
     def part(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not DTensor:
+        if not isinstance(tensor, DTensor):
             return tensor
-        if type(param) is not DTensor or tensor.shape != param.shape:
+        if not isinstance(param, DTensor) or tensor.shape != param.shape:
             return scalar_of(tensor)
         layout = gradient_layout(param._layout)
         if tensor._layout is layout:
@@ -52,7 +52,7 @@ def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     found, factor = scalar_of(found_inf), scalar_of(inv_scale)
     parts: list[torch.Tensor] = []
     for grad in grads:
-        if type(grad) is not DTensor:
+        if not isinstance(grad, DTensor):
             parts.append(grad)
         elif grad._layout.partial_axes:
             # A sum of finite terms may overflow: the copy is checked, the terms are scaled.
@@ -63,10 +63,10 @@ def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     func(parts, found, factor)
     seen: list[Any] = []
     for tensor in (*grads, found_inf):
-        if type(tensor) is DTensor and tensor._held.comm not in seen:
+        if isinstance(tensor, DTensor) and tensor._held.comm not in seen:
             seen.append(tensor._held.comm)
             _share_maximum(found, tensor)
-    if type(found_inf) is DTensor:
+    if isinstance(found_inf, DTensor):
         found_inf._local_tensor.copy_(found)
 
 

@@ -28,7 +28,7 @@ def cat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not tensors:
         return USUAL
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(tensors[0].ndim, 1)
-    if not any(type(t) is DTensor and t._layout.cuts(dim) for t in tensors):
+    if not any(isinstance(t, DTensor) and t._layout.cuts(dim) for t in tensors):
         return USUAL
     everything, _ = replicate_plain(func, (list(given),), {})
     tensors = [t for t in everything[0] if t.shape != (0,)]

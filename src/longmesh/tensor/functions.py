@@ -1,0 +1,225 @@
+"""Functions of torch that a DTensor takes whole, above autograd: products of tensors with a cut inside.
+
+    F.linear(x, w, b)   one op and one step of autograd, linear_backward; x may be cut along any of its batch dims
+    x @ y               the same with matmul and matmul_backward
+    torch.einsum        of two operands; its gradients are einsums, too
+    backward, grad      as they are, with what they call (hooks, recomputed checkpoints) seen by these functions too
+
+torch itself makes of x of shape (batch, tokens, features) a matrix of batch * tokens rows, and multiplies that. Where
+the tokens are cut, a rank's rows are not one piece of those, and x would have to move. Every other function goes on to
+torch and comes back, op by op, below autograd (dispatch.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+
+from longmesh.rules.product import einsum_terms, matmul_backward
+from longmesh.tensor.direct import is_unseen
+from longmesh.tensor.dispatch import dispatch
+from longmesh.tensor.dtensor import DTensor
+
+aten = torch.ops.aten
+
+Function = Callable[..., Any]
+
+
+def run_below_autograd(op: Any, *args: Any) -> Any:
+    """An op on DTensors as autograd would call it: modes see it."""
+    if is_unseen():
+        return dispatch(op, args, None)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    """F.linear of DTensors, or NotImplemented where torch's own way is as good or the only one."""
+    x, weight, bias = _cast(x, weight, bias)
+    if not _can_take(x, weight) or weight.ndim != 2 or x.ndim == 0:
+        return NotImplemented
+    if bias is not None and not _can_take(x, bias):
+        return NotImplemented
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return _Linear.apply(x, weight, bias)
+    return run_below_autograd(aten.linear.default, x, weight, bias)
+
+
+def matmul(a: Any, b: Any) -> Any:
+    """torch.matmul of DTensors, or NotImplemented; a product of two matrices is one op to torch, too."""
+    a, b = _cast(a, b)
+    if not _can_take(a, b) or a.ndim == 0 or b.ndim == 0 or a.ndim == b.ndim == 2:
+        return NotImplemented
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return _Matmul.apply(a, b)
+    return run_below_autograd(aten.matmul.default, a, b)
+
+
+def einsum(equation: Any, *operands: Any) -> Any:
+    """torch.einsum of two DTensors, or NotImplemented."""
+    operands = _cast(*operands)
+    if not isinstance(equation, str) or len(operands) != 2 or not _can_take(*operands):
+        return NotImplemented
+    terms = einsum_terms(equation, [tuple(t.shape) for t in operands])
+    if terms is None:
+        return NotImplemented
+    if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+        return _Einsum.apply(terms, *operands)
+    return _run_einsum(terms, *operands)
+
+
+def _run_einsum(terms: tuple[str, str, str], a: DTensor, b: DTensor) -> Any:
+    return run_below_autograd(aten.einsum.default, f"{terms[0]},{terms[1]}->{terms[2]}", [a, b])
+
+
+def _can_take(a: Any, b: Any) -> bool:
+    """Whether two operands are DTensors that have a product here."""
+    if not isinstance(a, DTensor) or not isinstance(b, DTensor):
+        return False
+    first, second = a._held, b._held
+    return (
+        first.comm is second.comm
+        and first.dtype is second.dtype
+        and first.dtype.is_floating_point
+        and torch._C._functorch.maybe_current_level() is None  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def _cast(*operands: Any) -> tuple[Any, ...]:
+    """The operands as autocast would give them to a product."""
+    if not torch._C._is_any_autocast_enabled():
+        return operands
+    return tuple(
+        t.to(torch.get_autocast_dtype(t.device.type))
+        if isinstance(t, torch.Tensor)
+        and torch.is_autocast_enabled(t.device.type)
+        and t.is_floating_point()
+        and t.dtype is not torch.float64
+        else t
+        for t in operands
+    )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
+        ctx.save_for_backward(x, weight)
+        return run_below_autograd(aten.linear.default, x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        (grad,), needs = grads, list(ctx.needs_input_grad)
+        if not torch.is_grad_enabled():
+            return run_below_autograd(aten.linear_backward.default, x, grad, weight, needs)
+        # A second derivative is asked for: by ops that have one.
+        batch = list(range(grad.ndim - 1))
+        return (
+            grad.matmul(weight) if needs[0] else None,
+            torch.tensordot(grad, x, (batch, batch)) if needs[1] else None,  # pyright: ignore[reportArgumentType]
+            (grad.sum(batch) if batch else grad) if needs[2] else None,
+        )
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: DTensor, b: DTensor) -> DTensor:
+        ctx.save_for_backward(a, b)
+        return run_below_autograd(aten.matmul.default, a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        a, b = ctx.saved_tensors
+        (grad,), needs = grads, list(ctx.needs_input_grad)
+        if not torch.is_grad_enabled():
+            return run_below_autograd(aten.matmul_backward.default, grad, a, b, needs)
+        return matmul_backward(grad, a, b, needs)
+
+
+class _Einsum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, terms: tuple[str, str, str], a: DTensor, b: DTensor) -> DTensor:
+        ctx.save_for_backward(a, b)
+        ctx.terms = terms
+        return _run_einsum(terms, a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        a, b = ctx.saved_tensors
+        (grad,), (_, needs_a, needs_b) = grads, ctx.needs_input_grad
+        first, second, result = ctx.terms
+        return (
+            None,
+            torch.einsum(f"{result},{second}->{first}", grad, b) if needs_a else None,
+            torch.einsum(f"{first},{result}->{second}", a, grad) if needs_b else None,
+        )
+
+
+def backward(tensor: DTensor, gradient: Any = None, **options: Any) -> None:
+    """Tensor.backward."""
+    torch.autograd.backward(tensor, gradient, **options)
+
+
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any,
+    is_grads_batched: bool,
+    materialize_grads: bool,
+    **options: Any,
+) -> Any:
+    """torch.autograd.grad, which hands itself over where a tensor has functions of its own; an edge has none."""
+    if is_grads_batched:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.grad(
+                outputs,
+                inputs,
+                grad_outputs,
+                is_grads_batched=True,
+                materialize_grads=materialize_grads,
+                **options,
+            )
+    given = (None,) * len(outputs) if grad_outputs is None else grad_outputs
+    given = (given,) if isinstance(given, torch.Tensor) else given
+    starts = [
+        torch.ones_like(y) if g is None and isinstance(y, torch.Tensor) and y.numel() == 1 else g
+        for y, g in zip(outputs, given, strict=True)
+    ]
+    options["allow_unused"] = options["allow_unused"] or materialize_grads
+    found = torch.autograd.grad(list(map(_edge, outputs)), list(map(_edge, inputs)), starts, **options)
+    if not materialize_grads:
+        return found
+    return tuple([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)])
+
+
+def _edge(value: Any) -> GradientEdge:
+    return get_gradient_edge(value) if isinstance(value, torch.Tensor) else value
+
+
+WHOLE: dict[Function, Function] = {
+    F.linear: linear,
+    torch.matmul: matmul,
+    torch.Tensor.matmul: matmul,
+    torch.Tensor.__matmul__: matmul,
+    torch.einsum: einsum,
+}
+OPEN: dict[Function, Function] = {torch.Tensor.backward: backward, torch.autograd.grad: grad}
+
+
+def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """`__torch_function__` of tensors with a cut inside."""
+    if func in OPEN:
+        return OPEN[func](*args, **(kwargs or {}))
+    with torch._C.DisableTorchFunctionSubclass():
+        take = WHOLE.get(func)
+        if take is not None and not torch.compiler.is_dynamo_compiling():
+            result = take(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return func(*args, **(kwargs or {}))
