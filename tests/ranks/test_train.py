@@ -12,7 +12,7 @@ from longmesh.train import TrainOptions, train
 from longmesh.train.data import Corpus
 from longmesh.train.loop import build, load_state
 from longmesh.train.parallel import make_axes, slice_mesh
-from longmesh.train.progress import Progress
+from longmesh.train.progress import say_nothing
 
 STEPS = 6
 SIZES = {"seq_len": 251, "batch": 2, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -23,8 +23,7 @@ def run(mesh_shape, told):
     data, context, tensor = mesh_shape
     options = TrainOptions(data=data, context=context, tensor=tensor, **told)
     axes = slice_mesh(cpu_mesh(*mesh_shape, names=("data", "context", "tensor")))
-    silent = Progress(steps=STEPS, step_tokens=1, title="", terminal=None, is_silent=True)
-    record = train(options, axes, Corpus(0), silent)
+    record = train(options, axes, Corpus(0), say_nothing)
     model, optimizer = build(options, axes)
     more = TrainOptions(data=data, context=context, tensor=tensor, **{**told, "steps": options.steps + 1})
     assert load_state(options.out, model, optimizer, more) == record.losses

@@ -1,7 +1,7 @@
 """The reference trainer: a byte-level transformer on long packed sequences, over a mesh of data x context x tensor.
 
 model.py (the network) · data.py (the text) · parallel.py (the mesh, and what of a step runs where) · loop.py (steps,
-optimizer, checkpoints) · progress.py, report.py, drawing.py (what people see)
+optimizer, checkpoints) · progress.py, report.py (what people see)
 """
 
 from longmesh.train.loop import RunRecord, train

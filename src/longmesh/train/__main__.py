@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from longmesh.train.data import Corpus
 from longmesh.train.loop import train
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import make_axes
-from longmesh.train.progress import Progress
+from longmesh.train.progress import progress, say_nothing
 from longmesh.train.report import Summary, read_summary, summarize, write_report
 
 
@@ -29,15 +30,11 @@ def main(arguments: str) -> None:
     problem, corpus, baseline = prepare(options, is_first)
     axes = make_axes(options, corpus.digest if corpus else "", problem, device)
     assert corpus is not None, "without a corpus there is a problem"
-    ranks = f"{axes.num_ranks} ranks" if axes.num_ranks > 1 else "one process"
-    progress = Progress(
-        steps=options.steps,
-        step_tokens=options.batch * options.seq_len,
-        title=ranks,
-        terminal=options.terminal,
-        is_silent=not is_first,
-    )
-    record = train(options, axes, corpus, progress)
+    title = f"{axes.world.size()} ranks" if axes.world.size() > 1 else "one process"
+    tokens = options.batch * options.seq_len
+    shown = progress(steps=options.steps, step_tokens=tokens, title=title, terminal=options.terminal)
+    with shown if is_first else nullcontext(say_nothing) as show:
+        record = train(options, axes, corpus, show)
     summary = summarize(record, options, axes)
     if is_first:
         print(write_report(summary, baseline, record.plan, options), flush=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from longmesh.errors import LongmeshError
 
 MASKS = ("documents", "causal")
+SIZES = ("data", "context", "tensor", "seq_len", "batch", "steps", "dim", "layers", "heads", "kv_heads")
+CURVE = ("seq_len", "batch", "mask", "dim", "layers", "heads", "kv_heads", "learning_rate", "seed")
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,7 @@ class TrainOptions:
     terminal: str | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "data",
-            "context",
-            "tensor",
-            "seq_len",
-            "batch",
-            "steps",
-            "dim",
-            "layers",
-            "heads",
-            "kv_heads",
-        ):
+        for name in SIZES:
             if getattr(self, name) < 1:
                 raise LongmeshError(f"{name}={getattr(self, name)}: give at least 1")
         if self.mask not in MASKS:
@@ -78,5 +69,11 @@ class TrainOptions:
     @property
     def curve(self) -> dict[str, object]:
         """What the loss curve depends on, and a resumed run must share: everything but the mesh and the files."""
-        names = ("seq_len", "batch", "mask", "dim", "layers", "heads", "kv_heads", "learning_rate", "seed")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in CURVE}
+
+    def describe_differences(self, curve: dict[str, object]) -> str:
+        """What another run was told otherwise, in words; empty if nothing."""
+        pairs = [(name, curve.get(name), value) for name, value in self.curve.items()]
+        return ", ".join(
+            f"{name}={theirs!r} (here {ours!r})" for name, theirs, ours in pairs if theirs != ours
+        )

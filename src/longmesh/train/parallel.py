@@ -9,7 +9,6 @@ Gradients are summed over data and context in one piece. On one rank nothing of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -36,8 +35,7 @@ class Meeting(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, eq=False)
-class Axes:
+class Axes(NamedTuple):
     """The mesh of a run, and its parts: slicing a mesh makes new groups, so it is done once."""
 
     world: DeviceMesh
@@ -46,17 +44,8 @@ class Axes:
     context: DeviceMesh
     tensor: DeviceMesh
 
-    @property
-    def num_ranks(self) -> int:
-        return self.world.size()
 
-    @property
-    def device(self) -> str:
-        return self.world.device_type
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
+class Part(NamedTuple):
     """This rank's part of a sequence, (1, tokens) and (tokens), and the attention that completes it."""
 
     tokens: Tensor
@@ -71,12 +60,11 @@ def make_axes(options: TrainOptions, text_digest: str, problem: LongmeshError | 
 
     `problem` is what this rank can't start for, if there is something.
     """
-    num_ranks = dist.get_world_size()
-    data, context, tensor = options.mesh_shape
-    if problem is None and data * context * tensor != num_ranks:
+    num_ranks, wanted = dist.get_world_size(), options.data * options.context * options.tensor
+    if problem is None and wanted != num_ranks:
         problem = LongmeshError(
-            f"a mesh of data={data} x context={context} x tensor={tensor} has {data * context * tensor} ranks, and "
-            f"{num_ranks} run; the product must be the number of ranks"
+            f"a mesh of data={options.data} x context={options.context} x tensor={options.tensor} has {wanted} ranks, "
+            f"and {num_ranks} run; the product must be the number of ranks"
         )
     if num_ranks > 1:
         world = init_device_mesh(device, (num_ranks,), mesh_dim_names=("world",))
@@ -95,22 +83,21 @@ def slice_mesh(mesh: DeviceMesh) -> Axes:
 
 def cut_model(model: nn.Module, axes: Axes) -> None:
     """Cut heads and features over the tensor axis."""
-    if axes.tensor.size() == 1:
-        return
-    plan = {
-        "blocks.*.attention.w[qkv]": ColwiseParallel(),
-        "blocks.*.attention.wo": RowwiseParallel(),
-        "blocks.*.feed_forward.w[13]": ColwiseParallel(),
-        "blocks.*.feed_forward.w2": RowwiseParallel(),
-    }
-    parallelize_module(model, axes.tensor, plan, src_data_rank=None)
+    if axes.tensor.size() > 1:
+        plan = {
+            "blocks.*.attention.w[qkv]": ColwiseParallel(),
+            "blocks.*.attention.wo": RowwiseParallel(),
+            "blocks.*.feed_forward.w[13]": ColwiseParallel(),
+            "blocks.*.feed_forward.w2": RowwiseParallel(),
+        }
+        parallelize_module(model, axes.tensor, plan, src_data_rank=None)
 
 
 def take_part(row: PackedDocuments, options: TrainOptions, axes: Axes) -> Part:
     """This rank's part of a sequence. Positions are those in the sequence: rotations only see differences."""
     lengths = row.lengths[0] if options.mask == "documents" else (options.seq_len,)
-    device = axes.device
-    if axes.num_ranks == 1:
+    device = axes.world.device_type
+    if axes.world.size() == 1:
         everything = torch.arange(options.seq_len, device=device)
         return Part(row.tokens.to(device), row.labels.to(device), everything, _attend_alone(lengths), None)
     cp = ContextParallel(
@@ -140,14 +127,10 @@ def _attend_alone(lengths: tuple[int, ...]) -> Attend:
 
 def sum_gradients(model: nn.Module, axes: Axes) -> None:
     """Add up the gradients of all ranks that share a parameter. Collective over data and context."""
-    if axes.tokens.size() == 1:
-        return
-    grads = [_local(p.grad) for p in model.parameters() if p.grad is not None]
-    group = comm_of(axes.tokens).group((0, 1))
-    flat = collectives.all_reduce(torch.cat([g.flatten() for g in grads]), reduce_op="sum", group=group)
-    for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-        grad.copy_(total.view_as(grad))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if axes.tokens.size() > 1:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        group = comm_of(axes.tokens).group((0, 1))
+        flat = collectives.all_reduce(torch.cat([g.flatten() for g in grads]), reduce_op="sum", group=group)
+        for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(total.view_as(grad))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, TextIO
 
 from rich.console import Console
@@ -24,56 +24,36 @@ class StepRecord(NamedTuple):
     wait_seconds: float
 
 
-class Progress:
-    """Shows the steps of a run. Ranks other than the first make a silent one."""
+def say_nothing(record: StepRecord) -> None:
+    """What ranks other than the first do with a finished step."""
 
-    def __init__(
-        self, *, steps: int, step_tokens: int, title: str, terminal: str | None, is_silent: bool
-    ) -> None:
-        self._steps, self._step_tokens, self._title = steps, step_tokens, title
-        self._is_silent = is_silent
-        self._terminal = terminal
-        self._open = contextlib.ExitStack()
-        self._bar: Bar | None = None
 
-    def __enter__(self) -> Progress:
-        if self._is_silent:
-            return self
-        file = self._find_terminal()
-        if file is not None:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[told]}"),
-            )
-            # The launcher's ranks are told a width without room for their prefix, which a bar has not.
-            width = os.get_terminal_size(file.fileno()).columns or DEFAULT_WIDTH
-            console = Console(file=file, force_terminal=True, width=width)
-            self._bar = self._open.enter_context(
-                Bar(*columns, console=console, expand=True, auto_refresh=False)
-            )
-            self._task = self._bar.add_task(self._title, total=self._steps, told="")
-        return self
+@contextmanager
+def progress(
+    *, steps: int, step_tokens: int, title: str, terminal: str | None
+) -> Iterator[Callable[[StepRecord], None]]:
+    """A function that shows each finished step: on the terminal that is named, or on stdout."""
+    with ExitStack() as stack:
+        file = sys.stdout if terminal is None else stack.enter_context(open(terminal, "w"))
+        bar = stack.enter_context(_bar(file)) if file.isatty() else None
+        task = bar.add_task(title, total=steps, told="") if bar is not None else None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.close()
+        def show(record: StepRecord) -> None:
+            told = describe_step(record, steps, step_tokens)
+            if bar is not None and task is not None:
+                bar.update(task, completed=record.step + 1, told=told, refresh=True)
+            elif record.step + 1 == steps or record.step % max(1, steps // LINES) == 0:
+                print(f"{title}: {told}", flush=True)
 
-    def _find_terminal(self) -> TextIO | None:
-        """The terminal that the launcher named, or that this process writes to."""
-        if self._terminal is not None:
-            return self._open.enter_context(open(self._terminal, "w"))
-        return sys.stdout if sys.stdout.isatty() else None
+        yield show
 
-    def show(self, record: StepRecord) -> None:
-        if self._is_silent:
-            return
-        told = describe_step(record, self._steps, self._step_tokens)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=record.step + 1, told=told, refresh=True)
-        elif record.step + 1 == self._steps or record.step % max(1, self._steps // LINES) == 0:
-            print(f"{self._title}: {told}", flush=True)
+
+def _bar(file: TextIO) -> Bar:
+    # The launcher's ranks are told a width without room for their prefix, which a bar has not.
+    width = os.get_terminal_size(file.fileno()).columns or DEFAULT_WIDTH
+    console = Console(file=file, force_terminal=True, width=width)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[told]}"))
+    return Bar(*columns, console=console, expand=True, auto_refresh=False)
 
 
 def describe_step(record: StepRecord, steps: int, step_tokens: int) -> str:

@@ -15,9 +15,10 @@ import torch
 
 from longmesh.attention import AttentionPlan
 from longmesh.comm import collectives, comm_of
+from longmesh.debug.charts import GREY, BarPart, Curve, draw_bars, draw_curves
 from longmesh.debug.palette import piece_color
+from longmesh.debug.plan_picture import draw_plan
 from longmesh.errors import LongmeshError
-from longmesh.train.drawing import GREY, BarPart, Curve, draw_bars, draw_curves, draw_plan
 from longmesh.train.loop import RunRecord
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import Axes
@@ -60,14 +61,15 @@ class Summary:
 
 def summarize(record: RunRecord, options: TrainOptions, axes: Axes) -> Summary:
     """The figures of all ranks, on each of them. Collective: every rank of the mesh."""
-    seconds, waited = sum(record.step_seconds), sum(record.wait_seconds)
-    mine = torch.tensor([seconds - waited, waited], dtype=torch.float64, device=axes.device)
+    waited = sum(step.wait_seconds for step in record.steps)
+    busy = sum(step.seconds for step in record.steps) - waited
+    mine = torch.tensor([busy, waited], dtype=torch.float64, device=axes.world.device_type)
     every = collectives.all_gather(mine, group=comm_of(axes.world).group((0, 1, 2)))
-    busy, waits = every.view(-1, 2).T.tolist()
+    every_busy, every_waited = every.view(-1, 2).T.tolist()
     # The first step plans, makes groups and warms caches; it counts only where it is the only one.
-    timed = record.step_seconds[1:] or record.step_seconds
-    rate = options.batch * options.seq_len * len(timed) / sum(timed)
-    return Summary(options.curve, options.mesh_shape, record.losses, rate, busy, waits)
+    timed = record.steps[1:] or record.steps
+    rate = options.batch * options.seq_len * len(timed) / sum(step.seconds for step in timed)
+    return Summary(options.curve, options.mesh_shape, record.losses, rate, every_busy, every_waited)
 
 
 def read_summary(options: TrainOptions) -> Summary:
@@ -79,11 +81,10 @@ def read_summary(options: TrainOptions) -> Summary:
         raise LongmeshError(
             f"baseline {options.baseline!r} has no figures of a run in it: {error}"
         ) from error
-    differing = [name for name, value in options.curve.items() if summary.curve.get(name) != value]
+    differing = options.describe_differences(summary.curve)
     if differing:
-        told = ", ".join(f"{n}={summary.curve.get(n)!r} (here {options.curve[n]!r})" for n in differing)
         raise LongmeshError(
-            f"baseline {options.baseline!r} ran with {told}; compare runs that differ in the mesh only"
+            f"baseline {options.baseline!r} ran with {differing}; compare runs that differ in the mesh only"
         )
     if len(summary.losses) < options.steps:
         raise LongmeshError(

@@ -1,18 +1,17 @@
-"""What is seen of a run: a bar on a terminal, lines elsewhere, nothing of other ranks."""
+"""What is seen of a run: a bar on a terminal, lines elsewhere."""
 
 import contextlib
 import os
 import re
 from collections.abc import Iterator
 
-from longmesh.train.progress import Progress, StepRecord
+from longmesh.train.progress import StepRecord, progress
 
 
 def show_all(steps=20, first=0, **where):
-    where = {"terminal": None, "is_silent": False, **where}
-    with Progress(steps=steps, step_tokens=1000, title="3 ranks", **where) as progress:
+    with progress(steps=steps, step_tokens=1000, title="3 ranks", **{"terminal": None, **where}) as show:
         for step in range(first, steps):
-            progress.show(StepRecord(step, 4.0, 0.5, 0.1))
+            show(StepRecord(step, 4.0, 0.5, 0.1))
 
 
 def test_lines_come_now_and_then_and_at_the_end(capsys):
@@ -25,11 +24,6 @@ def test_lines_come_now_and_then_and_at_the_end(capsys):
 def test_a_resumed_run_ends_with_a_line(capsys):
     show_all(steps=24, first=23)
     assert "step 24/24" in capsys.readouterr().out
-
-
-def test_other_ranks_say_nothing(capsys):
-    show_all(is_silent=True)
-    assert capsys.readouterr().out == ""
 
 
 def pieces_of(master: int) -> Iterator[bytes]:

@@ -1,0 +1,59 @@
+"""Charts and the picture of a plan: well-formed, and covering what they show."""
+
+import re
+from xml.dom import minidom
+
+import numpy as np
+import pytest
+
+from longmesh.attention import masks, plan_attention
+from longmesh.attention.mask.slices import area, make_slices
+from longmesh.debug.charts import BarPart, Curve, draw_bars, draw_curves
+from longmesh.debug.plan_picture import draw_plan, outline
+
+
+def plan_of_two(exchange="auto"):
+    lengths = [400, 90, 510]
+    return plan_attention(seq_len=1000, ranks=2, mask=masks.documents(lengths), exchange=exchange, chunk=64)
+
+
+def pictures(page):
+    found = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    for picture in found:
+        minidom.parseString(picture)
+    return found
+
+
+def polygon_area(corners):
+    q, k = np.array(corners).T
+    return abs(np.dot(q, np.roll(k, 1)) - np.dot(k, np.roll(q, 1))) / 2
+
+
+@pytest.mark.parametrize(
+    "slice_",
+    [(0, 40, 10, 50), (0, 100, 0, 100, -1000, 0), (0, 100, 0, 100, -20, 0), (30, 70, 0, 100, -50, 5)],
+)
+def test_an_outline_has_the_area_of_its_slice(slice_):
+    part = make_slices(slice_)
+    # A diagonal cuts squares in halves: half a pair for each end of each diagonal, at the most.
+    assert polygon_area(outline(part[0])) == pytest.approx(area(part)[0], abs=1.0)
+
+
+def test_the_plans_picture_covers_what_is_computed():
+    (picture,) = pictures(draw_plan(plan_of_two(), size=1000.0))
+    covered = 0.0
+    for points in re.findall(r'<polygon points="([^"]*)"', picture):
+        corners = [tuple(map(float, point.split(","))) for point in points.split()]
+        covered += polygon_area(corners)
+    assert covered == pytest.approx(sum(n * (n + 1) / 2 for n in (400, 90, 510)), rel=1e-3)
+    assert "rank 0: queries" in picture and "rank 1: queries" in picture
+    (split,) = pictures(draw_plan(plan_of_two("ulysses")))
+    assert "ranks 0 to 1: queries" in split
+
+
+def test_odd_charts_are_still_pictures():
+    assert pictures(draw_curves([Curve("one point", "#000000", 1, [2.0])]))
+    assert pictures(draw_curves([Curve("nothing to see", "#000000", 1, [0.0, 0.0])], is_log=True))
+    gap = draw_curves([Curve("a gap", "#000000", 1, [1.0, float("nan"), 3.0])])
+    assert len(re.findall(r'polyline points="([^"]*)"', gap)[0].split()) == 2
+    assert pictures(draw_bars([("rank <0>", [BarPart("idle", "#000000", 0.0)])]))
