@@ -17,7 +17,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from longmesh.rules.rule import AxisRule, Meta, OpCall, OutMeta, P, R, Rule, RuleFunction, S, contiguous, line
+from longmesh.rules.rule import (
+    AxisRule,
+    Meta,
+    OpCall,
+    OutMeta,
+    P,
+    R,
+    Rule,
+    RuleFunction,
+    S,
+    Shape,
+    contiguous,
+    line,
+)
 from longmesh.spec import Partial, Placement
 
 AVG, MIN, MAX, PRODUCT = Partial("avg"), Partial("min"), Partial("max"), Partial("product")
@@ -25,14 +38,18 @@ AVG, MIN, MAX, PRODUCT = Partial("avg"), Partial("min"), Partial("max"), Partial
 Group = tuple[int, ...]
 
 
-def broadcast_shape(call: OpCall) -> tuple[int, ...]:
-    ndim = max((meta.ndim for meta in call.tensors), default=0)
-    shape = [1] * ndim
-    for meta in call.tensors:
-        for dim, size in enumerate(meta.shape, ndim - meta.ndim):
+def broadcast_shape(call: OpCall) -> Shape:
+    return broadcast([meta.shape for meta in call.tensors])
+
+
+def broadcast(shapes: Sequence[Shape]) -> Shape:
+    ndim = max(map(len, shapes), default=0)
+    result = [1] * ndim
+    for shape in shapes:
+        for dim, size in enumerate(shape, ndim - len(shape)):
             if size != 1:
-                shape[dim] = size
-    return tuple(shape)
+                result[dim] = size
+    return tuple(result)
 
 
 def cut_of(meta: Meta, dim: int, ndim: int) -> Placement:

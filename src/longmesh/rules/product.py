@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from longmesh.rules.matmul import product_lines
-from longmesh.rules.pointwise import AVG
+from longmesh.rules.pointwise import AVG, broadcast
 from longmesh.rules.rule import (
     AxisRule,
     LocalView,
@@ -54,7 +54,7 @@ def matmul_letters(a: Meta, b: Meta) -> tuple[str, str, str]:
 
 
 def _batch_shape(a: Meta, b: Meta) -> Shape:
-    return tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    return broadcast([a.shape[:-2], b.shape[:-2]])
 
 
 def matmul_lines(call: OpCall) -> list[AxisRule]:
