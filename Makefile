@@ -34,7 +34,7 @@ bench: $(READY)
 docs: $(READY)
 	@PYTHONPATH=tools $(BIN)/python -m repodocs . --out docs/files
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
-	@echo "site: build/site/index.html"
+	@echo "site: build/site/index.html; with its search: $(BIN)/python -m http.server --directory build/site"
 
 # The constraints pin torch: without them pip may bring gigabytes of accelerator packages.
 $(READY): pyproject.toml constraints.txt

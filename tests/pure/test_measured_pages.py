@@ -1,0 +1,79 @@
+"""The op table and the benchmark tables of the site are what the measured files and the rules say."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = before
+    return module
+
+
+@pytest.fixture(scope="module")
+def record() -> ModuleType:
+    return load("record")
+
+
+def test_the_benchmark_page_is_that_of_the_results(record):
+    assert (ROOT / "docs/benchmarks.md").read_text("utf-8") == record.make_page(RESULTS)
+
+
+def test_every_result_belongs_to_a_benchmark_and_says_how_it_was_made(record):
+    for path in RESULTS.glob("*.json"):
+        found = json.loads(path.read_text("utf-8"))
+        assert path.stem in record.TABLES
+        assert found["command"].startswith(f"python benchmarks/{path.stem}.py")
+        assert found["date"] and found["torch"] and found["cores"] > 0 and found["output"]
+
+
+def test_every_benchmark_with_a_table_is_there(record):
+    assert all((ROOT / f"benchmarks/{name}.py").is_file() and record.purpose(name) for name in record.TABLES)
+
+
+def test_what_a_run_prints_is_written_down(record, tmp_path, capfd):
+    script = tmp_path / "made_up.py"
+    script.write_text("import sys\nprint('├ one', *sys.argv[1:])\nprint('two  ')\n", encoding="utf-8")
+    record.record(script, ["--ranks", "a b"], tmp_path / "results")
+    found = json.loads((tmp_path / "results/made_up.json").read_text("utf-8"))
+    assert found["output"] == ["├ one --ranks a b", "two"]
+    assert found["command"] == "python benchmarks/made_up.py --ranks 'a b'"
+    assert "├ one" in capfd.readouterr().out
+
+
+def test_a_run_that_fails_writes_nothing(record, tmp_path):
+    script = tmp_path / "made_up.py"
+    script.write_text("print('half')\nraise SystemExit(3)\n")
+    with pytest.raises(SystemExit, match=r"made_up.py ended with 3; nothing is written"):
+        record.record(script, [], tmp_path)
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_benchmark_that_is_not_there(record):
+    with pytest.raises(SystemExit, match="there are: attention, dispatch"):
+        record.main(["none"])
+
+
+def test_the_op_table_is_that_of_the_coverage_run_and_the_rules():
+    op_table = load("op_table")
+    measured = op_table.COVERAGE.read_text("utf-8").splitlines()
+    page = op_table.PAGE.read_text("utf-8")
+    assert page.startswith(op_table.head())
+    rows = page.removeprefix(op_table.head()).splitlines(keepends=True)
+    assert [row.split(" | ")[0] for row in rows] == [f"| {line.split(chr(9))[0]}" for line in measured]
+    for row, line in zip(rows, measured, strict=True):
+        assert row == op_table.table_row(line), "the rules have changed: run benchmarks/op_table.py"
