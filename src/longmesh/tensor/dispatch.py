@@ -21,7 +21,6 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
 from longmesh.errors import LongmeshError
-from longmesh.spec import Layout
 from longmesh.tensor.autograd import move, part_moved, settle_lookup
 from longmesh.tensor.direct import is_unseen
 from longmesh.tensor.dtensor import CutInside, DTensor, wrap as wrap_held
@@ -30,7 +29,7 @@ from longmesh.tensor.op_key import describe, describe_named, exact_key
 from longmesh.tensor.op_plan import OpPlan, Output, is_pointwise, make_plan
 from longmesh.tensor.plain import (
     decomposing,
-    first_mesh,
+    on_whole_tensors,
     replicate_plain,
     share_mesh,
     value_of,
@@ -269,15 +268,7 @@ class Dispatcher:
                 "register_sharding, or redistribute to Replicate() yourself to silence this",
                 stacklevel=4,
             )
-        mesh = first_mesh(args, kwargs)
-        whole = Layout.replicated(mesh)
-
-        def gather(tensor: torch.Tensor) -> torch.Tensor:
-            return move(tensor, whole)._local_tensor if isinstance(tensor, DTensor) else tensor
-
-        local_args, local_kwargs = map_tensors(gather, (args, kwargs))
-        result = func(*local_args, **local_kwargs)
-        return map_tensors(lambda t: DTensor(t, mesh, whole, t.shape, t.stride()), result)
+        return on_whole_tensors(func, args, kwargs)
 
 
 def _call_locally(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

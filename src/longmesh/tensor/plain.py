@@ -69,6 +69,20 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def on_whole_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gather every DTensor, run the op on each rank, and take its result as replicated. Plain operands are equal
+    everywhere."""
+    mesh = first_mesh(args, kwargs)
+    whole = Layout.replicated(mesh)
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        return move(tensor, whole)._local_tensor if isinstance(tensor, DTensor) else tensor
+
+    local_args, local_kwargs = map_tensors(gather, (args, kwargs))
+    result = func(*local_args, **local_kwargs)
+    return map_tensors(lambda t: DTensor(t, mesh, whole, t.shape, t.stride()), result)
+
+
 def replicate_plain(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -5,32 +5,13 @@ So that nobody's shape differs: a shape decided by one rank's part would make th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch._ops import OpOverload
 
-from longmesh.spec import Layout
-from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import Handler
-from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.plain import first_mesh
-from longmesh.tensor.tree import map_tensors
+from longmesh.tensor.plain import on_whole_tensors
 
 aten = torch.ops.aten
-
-
-def on_whole_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gather every DTensor, run the op, and take its result as replicated. Plain operands are equal everywhere."""
-    mesh = first_mesh(args, kwargs)
-    whole = Layout.replicated(mesh)
-
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        return move(tensor, whole)._local_tensor if isinstance(tensor, DTensor) else tensor
-
-    local_args, local_kwargs = map_tensors(gather, (args, kwargs))
-    result = func(*local_args, **local_kwargs)
-    return map_tensors(lambda t: DTensor(t, mesh, whole, t.shape, t.stride()), result)
 
 
 HANDLERS: dict[OpOverload, Handler] = dict.fromkeys(

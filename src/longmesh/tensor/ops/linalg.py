@@ -10,9 +10,7 @@ from torch._ops import OpOverload
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import Handler
-from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.plain import first_mesh
-from longmesh.tensor.tree import map_tensors
+from longmesh.tensor.plain import on_whole_tensors
 
 aten = torch.ops.aten
 
@@ -23,20 +21,7 @@ def check_errors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     return func(move(info, Layout.replicated(info._layout.mesh))._local_tensor, *args[1:], **kwargs)
 
 
-def whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op whose output shapes depend on data and drivers: run on the gathered inputs by every rank."""
-    mesh = first_mesh(args, kwargs)
-    layout = Layout.replicated(mesh)
-
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        return move(tensor, layout)._local_tensor if isinstance(tensor, DTensor) else tensor
-
-    local_args, local_kwargs = map_tensors(gather, (args, kwargs))
-    result = func(*local_args, **local_kwargs)
-    return map_tensors(lambda t: DTensor(t, mesh, layout, t.shape, t.stride()), result)
-
-
 HANDLERS: dict[OpOverload, Handler] = {
     aten._linalg_check_errors.default: check_errors,
-    aten.linalg_lstsq.default: whole,
+    aten.linalg_lstsq.default: on_whole_tensors,  # shapes of its results depend on data and driver
 }

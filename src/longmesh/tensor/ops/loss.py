@@ -15,9 +15,8 @@ from longmesh.rules.lookup import can_read, refuse_unread
 from longmesh.spec import Partial
 from longmesh.tensor.dispatch import Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.ops.data_dependent import on_whole_tensors
 from longmesh.tensor.ops.pieces import bind, reduced_layout, settled
-from longmesh.tensor.plain import replicate_plain
+from longmesh.tensor.plain import on_whole_tensors, replicate_plain
 
 aten = torch.ops.aten
 
