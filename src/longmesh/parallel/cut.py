@@ -8,11 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.errors import LongmeshError
-from longmesh.parallel.compiling import Traceable
 from longmesh.parallel.embedding import EmbeddingStep
 from longmesh.parallel.linear import LinearStep
-from longmesh.parallel.modules import CUT, check_unstyled, give_step, mark_hooked
+from longmesh.parallel.modules import CUT, check_unstyled, give_step, hook
 from longmesh.parallel.style import (
     ParallelStyle,
     arrange,
@@ -92,25 +90,14 @@ class CutStyle(ParallelStyle):
         features = module.in_features if isinstance(module, nn.Linear) else None
         wanted = Shard(-1) if self.by_rows and features is not None else Replicate()
 
-        take = Traceable(
-            lambda given: arrange(enter(given, mesh, *self.input_layouts, argument, features), wanted)
-        )
-        give = Traceable(lambda output: leave(output, *self.output_layouts, local=self.use_local_output))
+        def take(given: Any) -> DTensor:
+            return arrange(enter(given, mesh, *self.input_layouts, argument, features), wanted)
 
-        def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return take.run(inputs[0]), *inputs[1:]
+        def give(output: DTensor) -> torch.Tensor:
+            return leave(output, *self.output_layouts, local=self.use_local_output)
 
-        def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> torch.Tensor:
-            if not isinstance(output, DTensor):
-                raise LongmeshError(
-                    f"{argument}: its forward returned a {type(output).__name__}, not a DTensor; a forward of your own "
-                    "must compute with self.weight and the input it is given"
-                )
-            return give.run(output)
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
-        mark_hooked(module)
+        advice = "a forward of your own must compute with self.weight and the input it is given"
+        hook(module, take, give, argument, advice)
 
     def __repr__(self) -> str:
         return (

@@ -19,6 +19,7 @@ from longmesh.parallel.embedding import EmbeddingStep
 from longmesh.parallel.linear import LinearStep
 from longmesh.parallel.norm import LayerNormStep, RMSNormStep
 from longmesh.parallel.style import ParallelStyle, describe_module
+from longmesh.tensor import DTensor
 
 Step = LinearStep | EmbeddingStep | LayerNormStep | RMSNormStep
 
@@ -83,8 +84,25 @@ def give_step(module: nn.Module, step: Step) -> None:
     module.__dict__["by_ops"] = Traceable(step.run_by_ops)
 
 
-def mark_hooked(module: nn.Module) -> None:
-    """Note that a style's hooks give this module DTensors."""
+def hook(
+    module: nn.Module, take: Callable[[Any], Any], give: Callable[[Any], Any], argument: str, advice: str
+) -> None:
+    """Keep a module's own forward between two hooks: `take` makes its first input a DTensor, `give` turns its output,
+    which must be one, into what is asked for."""
+    taking, giving = Traceable(take), Traceable(give)
+
+    def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return taking.run(inputs[0]), *inputs[1:]
+
+    def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        if not isinstance(output, DTensor):
+            raise LongmeshError(
+                f"{argument}: its forward returned a {type(output).__name__}, not a DTensor; {advice}"
+            )
+        return giving.run(output)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
     module.__dict__["is_hooked_by_style"] = True
 
 

@@ -7,9 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.errors import LongmeshError
-from longmesh.parallel.compiling import Traceable
-from longmesh.parallel.modules import check_unstyled, give_step, mark_hooked
+from longmesh.parallel.modules import check_unstyled, give_step, hook
 from longmesh.parallel.norm import LayerNormStep, RMSNormStep
 from longmesh.parallel.style import (
     ParallelStyle,
@@ -61,23 +59,14 @@ class SequenceParallel(ParallelStyle):
     def _hook(self, module: nn.Module, mesh: DeviceMesh, argument: str) -> None:
         (sequence,) = self.sequence_sharding
 
-        take = Traceable(lambda given: arrange(enter(given, mesh, sequence, argument), sequence))
-        give = Traceable(lambda output: output.to_local() if self.use_local_output else output)
+        def take(given: Any) -> DTensor:
+            return arrange(enter(given, mesh, sequence, argument), sequence)
 
-        def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return take.run(inputs[0]), *inputs[1:]
+        def give(output: DTensor) -> Any:
+            return output.to_local() if self.use_local_output else output
 
-        def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-            if not isinstance(output, DTensor):
-                raise LongmeshError(
-                    f"{argument}: its forward returned a {type(output).__name__}, not a DTensor; SequenceParallel "
-                    "takes modules that give one tensor, computed from the input"
-                )
-            return give.run(output)
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
-        mark_hooked(module)
+        advice = "SequenceParallel takes modules that give one tensor, computed from the input"
+        hook(module, take, give, argument, advice)
 
     def __repr__(self) -> str:
         return (

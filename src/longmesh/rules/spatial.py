@@ -89,6 +89,16 @@ def affine_local(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[s
     return (call["theta"], [max(rows, 1), *call["size"][1:]], call["align_corners"]), {}
 
 
+# Ops that resample, with the numbers of spatial dims they come in.
+_RESAMPLED = (
+    ("upsample_nearest", (1, 2, 3)),
+    ("_upsample_nearest_exact", (1, 2, 3)),
+    ("upsample_linear", (1,)),
+    ("upsample_bilinear", (2,)),
+    ("upsample_bicubic", (2,)),
+    ("upsample_trilinear", (3,)),
+)
+
 RULES: dict[str, Rule] = {
     **{f"avg_pool{n}d.default": _pool(n, linear=0) for n in (2, 3)},
     **{f"avg_pool{n}d_backward.default": _pool(n, n, linear=0) for n in (2, 3)},
@@ -101,30 +111,8 @@ RULES: dict[str, Rule] = {
     **{f"fractional_max_pool{n}d.default": _pool(n, 1, outputs=2) for n in (2, 3)},
     **{f"fractional_max_pool{n}d_backward.default": _pool(n, n, n, linear=0) for n in (2, 3)},
     **{f"max_unpool{n}d.default": _pool(n, n, linear=0) for n in (2, 3)},
-    **{
-        f"{kind}{n}d.default": _pool(n, linear=0)
-        for kind, dims in (
-            ("upsample_nearest", (1, 2, 3)),
-            ("_upsample_nearest_exact", (1, 2, 3)),
-            ("upsample_linear", (1,)),
-            ("upsample_bilinear", (2,)),
-            ("upsample_bicubic", (2,)),
-            ("upsample_trilinear", (3,)),
-        )
-        for n in dims
-    },
-    **{
-        f"{kind}{n}d_backward.default": _resample_backward(n)
-        for kind, dims in (
-            ("upsample_nearest", (1, 2, 3)),
-            ("_upsample_nearest_exact", (1, 2, 3)),
-            ("upsample_linear", (1,)),
-            ("upsample_bilinear", (2,)),
-            ("upsample_bicubic", (2,)),
-            ("upsample_trilinear", (3,)),
-        )
-        for n in dims
-    },
+    **{f"{kind}{n}d.default": _pool(n, linear=0) for kind, dims in _RESAMPLED for n in dims},
+    **{f"{kind}{n}d_backward.default": _resample_backward(n) for kind, dims in _RESAMPLED for n in dims},
     **{f"_upsample_{kind}2d_aa.default": _pool(2, linear=0) for kind in ("bilinear", "bicubic", "lanczos")},
     **{
         f"_upsample_{kind}2d_aa_backward.default": _resample_backward(2)
