@@ -11,7 +11,8 @@ share: their sum over the ranks is the gradient, as for the weights of the model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,12 +64,21 @@ class Attend(torch.autograd.Function):
         return None, *dqkv, dbias, dsinks, *dcaptured
 
 
+@contextlib.contextmanager
+def _as_written(tensor: Tensor) -> Iterator[None]:
+    """Ops run as they are written here, whatever autocast and function modes are on outside."""
+    device = tensor.device.type
+    cast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else None
+    with cast or contextlib.nullcontext(), torch._C.DisableTorchFunction():
+        yield
+
+
 def forward_rows(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The output of this rank's tokens, and six tensors for each batch row and group of heads of the plan."""
     outs, saved = [], []
-    with torch.autocast(q.device.type, enabled=False), torch._C.DisableTorchFunction():
+    with _as_written(q):
         for task, b in call.batches():
             out, kept = _forward_row(task, q[b], k[b], v[b], sinks)
             outs.append(out)
@@ -82,7 +92,7 @@ def backward_rows(
 ) -> Sequence[Tensor]:  # fmt: skip
     """dq, dk and dv in the accumulating dtype; `dsinks` and what is in `totals` grow."""
     rows = []
-    with torch.autocast(dout.device.type, enabled=False), torch._C.DisableTorchFunction():
+    with _as_written(dout):
         batches = call.batches()
         each = len(saved) // len(batches)
         for i, (task, b) in enumerate(batches):

@@ -32,13 +32,21 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_partial(q_BHSD: Tensor, v_head_dim: int) -> Partial:
-    """The result of having seen no key: 0 and -inf. Rows are outermost in memory, as in the CPU kernel's."""
+def blank_partial(q_BHSD: Tensor, v_head_dim: int) -> Partial:
+    """A result to be written: it holds no numbers yet. Rows are outermost in memory, as in the CPU kernel's."""
     B, H, S, _ = q_BHSD.shape
     dtype = accumulate_dtype(q_BHSD.dtype)
-    out_SBHD = torch.zeros((S, B, H, v_head_dim), dtype=dtype, device=q_BHSD.device)
-    lse_SBH = torch.full((S, B, H), -torch.inf, dtype=dtype, device=q_BHSD.device)
+    out_SBHD = torch.empty((S, B, H, v_head_dim), dtype=dtype, device=q_BHSD.device)
+    lse_SBH = torch.empty((S, B, H), dtype=dtype, device=q_BHSD.device)
     return Partial(out_SBHD.permute(1, 2, 0, 3), lse_SBH.permute(1, 2, 0))
+
+
+def empty_partial(q_BHSD: Tensor, v_head_dim: int) -> Partial:
+    """The result of having seen no key: 0 and -inf."""
+    partial = blank_partial(q_BHSD, v_head_dim)
+    partial.out_BHSD.zero_()
+    partial.lse_BHS.fill_(-torch.inf)
+    return partial
 
 
 def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

@@ -130,12 +130,17 @@ def _block(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Block:
 
 
 def _strips(tile: Tile, rows: int) -> list[Tile]:
-    """Cut by rows, in equal strips of about `rows`, each with the keys its rows see."""
+    """Cut by rows, in strips of `rows` and a last one of about as many, each with the keys its rows see.
+
+    Not in equal strips: the CPU kernel works on 64 rows at a time, and a strip of 193 costs it as much as one of 256.
+    """
     count = max(1, round(tile.rows / rows))
-    step = -(-tile.rows // count)
-    end, k_end = tile.q + tile.rows, tile.k + tile.keys
-    starts = range(tile.q, end, step)
-    return [t for q in starts for t in as_tile(_block(tile, q, min(q + step, end), tile.k, k_end))]
+    starts = [tile.q + i * rows for i in range(count)]
+    ends = [*starts[1:], tile.q + tile.rows]
+    k_end = tile.k + tile.keys
+    return [
+        t for q, end in zip(starts, ends, strict=True) for t in as_tile(_block(tile, q, end, tile.k, k_end))
+    ]
 
 
 def _rectangle_and_triangle(tile: Tile, tiling: Tiling) -> list[Tile]:
@@ -222,6 +227,12 @@ def _call(key: tuple, group: list[Tile]) -> Call:
         (rows, keys), padded = sizes[0], False
     q_starts, k_starts = tuple(tile.q for tile in group), tuple(tile.k for tile in group)
     return Call(rows, keys, lo, hi, elementwise, q_starts, k_starts, sizes if padded else None, first=False)
+
+
+def num_first(calls: tuple[Call, ...]) -> int:
+    """Rows that the first call to touch them writes, rather than merges into what is there."""
+    first = [call for call in calls if call.first]
+    return sum(sum(r for r, _ in c.sizes) if c.sizes else c.rows * len(c.q_starts) for c in first)
 
 
 def _mark_first(calls: list[Call]) -> tuple[Call, ...]:

@@ -30,9 +30,9 @@ from longmesh.attention.kernel.batch import (
     merge_tiles_,
     read_tiles,
 )
-from longmesh.attention.kernel.lower import Call, Tiling, lower
+from longmesh.attention.kernel.lower import Call, Tiling, lower, num_first
 from longmesh.attention.kernel.scores import additive_mask
-from longmesh.attention.merge import Partial, accumulate_dtype, empty_partial
+from longmesh.attention.merge import Partial, accumulate_dtype, blank_partial, empty_partial
 
 
 class Shape(NamedTuple):
@@ -84,8 +84,8 @@ class TiledKernel(Kernel):
         calls = self._calls(blocks, score)
         shapes = _Shapes(score, where, (B, H), q, score.scale_for(D), self.takes_bands)
         whole = fresh and len(calls) == 1 and calls[0].q_starts == (0,) and calls[0].rows == S
-        if not whole:
-            state = empty_partial(q_BHSD, E) if state is None else state
+        if not whole and state is None:
+            state = blank_partial(q_BHSD, E) if num_first(calls) == S else empty_partial(q_BHSD, E)
         for call in calls:
             rows, keys = _sizes(call)
             q_t = read_tiles(q, call.q_starts, call.rows, rows)
