@@ -5,7 +5,8 @@
 One process uses torch's own attention, document by document, and none of ours. Both sides run the same steps in turn,
 and the ratio is the median over steps, since sequences differ and other processes share the cores; planning is in it.
 The share outside the model's kernels is what a rank's step takes beside the aten ops of forward and backward on its
-main thread: planning, Python, waiting for others, the optimizer.
+main thread: planning, Python, waiting for others, the optimizer; the median over as many steps. Where other processes
+share the cores, a rank waits for one that they hold up; the processor time of the ranks tells how even the work is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,12 +59,35 @@ def rank_step(options: TrainOptions) -> tuple[float, float]:
     return timed(rank_stepper(options))
 
 
-def rank_outside_share(options: TrainOptions) -> tuple[float, float]:
-    """The share of a step that this rank spends outside the model's kernels, and of that, waiting for others."""
-    clock = WaitClock()
+class Shares(NamedTuple):
+    """Of a step on one rank: outside the model's kernels, waiting for others, and the processor's seconds for it."""
+
+    outside: float
+    waiting: float
+    cpu_seconds: float
+
+
+def rank_shares(options: TrainOptions) -> Shares:
+    clock, started = WaitClock(), time.process_time()
     with profile(activities=[ProfilerActivity.CPU]) as profiler, observe_comm(clock):
         seconds, _ = timed(rank_stepper(options))
-    return 1.0 - kernel_seconds(profiler.events()) / seconds, clock.seconds / seconds
+    used = time.process_time() - started
+    return Shares(1.0 - kernel_seconds(profiler.events()) / seconds, clock.seconds / seconds, used)
+
+
+def describe_shares(steps: list[list[Shares]]) -> list[str]:
+    """What is said of the shares, which are by step and rank."""
+    ranks = list(zip(*steps, strict=True))
+    told = ", ".join(
+        f"{statistics.median(s.outside for s in rank):.1%} "
+        f"(waiting {statistics.median(s.waiting for s in rank):.1%})"
+        for rank in ranks
+    )
+    apart = statistics.median(max(x) / min(x) - 1 for x in ([s.cpu_seconds for s in step] for step in steps))
+    return [
+        f"outside the model's kernels, by rank: {told} of a step",
+        f"processor time of the ranks: {apart:.1%} apart",
+    ]
 
 
 def kernel_seconds(events: Any) -> float:
@@ -102,7 +126,7 @@ def main() -> None:
         for _ in range(alone.steps + 1):  # the first warms up
             ones.append(timed(one_step))
             twos.append(max(pool.run(rank_step, cut, ranks=2, timeout=600)))
-        shares = pool.run(rank_outside_share, cut, ranks=2, timeout=600)
+        shares = [pool.run(rank_shares, cut, ranks=2, timeout=600) for _ in range(alone.steps)]
         dist.destroy_process_group()
     one, two = (statistics.median(seconds for seconds, _ in side[1:]) for side in (ones, twos))
     ratio = statistics.median(a / b for (a, _), (b, _) in zip(ones[1:], twos[1:], strict=True))
@@ -116,8 +140,8 @@ def main() -> None:
     table.add_row("2 ranks x 1 thread", f"{two:.3f}", f"{alone.seq_len / two:,.0f}", f"{ratio:.2f}")
     console = Console()
     console.print(table)
-    told = ", ".join(f"{outside:.1%} (waiting {waiting:.1%})" for outside, waiting in shares)
-    console.print(f"outside the model's kernels, by rank: {told} of a step")
+    for line in describe_shares(shares):
+        console.print(line)
     console.print(f"largest difference of the losses: {difference:.1e}")
 
 
