@@ -18,21 +18,29 @@ def sharded_output(x, w):
     return torch.tanh(torch.nn.functional.linear(x, w))
 
 
-def backward_outside(backend):
+def backward_outside(backend, shape, of_input, of_weight):
     """The gradient of a compiled function's sharded output comes replicated: it is brought where it was traced."""
     torch._dynamo.reset()
     mesh = cpu_mesh(2)
-    grads = []
+    results = []
     for run in (sharded_output, torch.compile(sharded_output, backend=backend, fullgraph=True)):
         torch.manual_seed(0)
-        w = distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)]).requires_grad_()
-        run(distribute_tensor(torch.randn(3, 8), mesh, [Replicate()]), w).sum().backward()
-        grads.append(w.grad.full_tensor())
-    return torch.allclose(*grads)
+        w = distribute_tensor(torch.randn(6, 8), mesh, [of_weight]).requires_grad_()
+        out = run(distribute_tensor(torch.randn(shape), mesh, [of_input]), w)
+        out.sum().backward()
+        results.append((out.placements, w.grad.full_tensor()))
+    (layout, grad), (compiled_layout, compiled_grad) = results
+    return layout == compiled_layout and torch.allclose(grad, compiled_grad)
 
 
-def test_backward_of_a_compiled_output(pool):
-    assert pool.run(backward_outside, "aot_eager", ranks=2, timeout=300.0) == [True] * 2
+@pytest.mark.parametrize(
+    ("shape", "of_input", "of_weight"),
+    [((3, 8), Replicate(), Shard(0)), ((2, 3, 8), Shard(1), Replicate())],
+    ids=["a matrix", "a cut inside"],
+)
+def test_backward_of_a_compiled_output(pool, shape, of_input, of_weight):
+    found = pool.run(backward_outside, "aot_eager", shape, of_input, of_weight, ranks=2, timeout=300.0)
+    assert found == [True] * 2
 
 
 def compiled(backend, dynamic, sizes):

@@ -325,7 +325,9 @@ class DTensor(torch.Tensor):
         self, context: tuple[DeviceMesh, Layout], expected_type: type | None = None
     ) -> DTensor | None:
         """A gradient that came in another layout than a compiler traced: brought there."""
-        return None if expected_type is not None else autograd.move(self, context[1])
+        if expected_type is not None and not issubclass(expected_type, DTensor):
+            return None
+        return autograd.move(self, context[1])
 
     # What torch.distributed.checkpoint asks a tensor for; imported when asked: it is a large package.
 
