@@ -101,7 +101,7 @@ class Ownership:
         return np.argsort(self.permutation, kind="stable")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
     """What a layout may look at: the slices of the mask, the size it may cut by, and what it costs to
     compute a query elsewhere (the query there, its partial result back) in keys and values moved.

@@ -132,6 +132,17 @@ def _slices(mask: Mask, seq_len: int, row: int, num_heads: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=256)
+def _workload(mask: Mask, seq_len: int, row: int, num_heads: int, chunk: int, query_cost: float) -> Workload:
+    return Workload(_slices(mask, seq_len, row, num_heads), seq_len, chunk, query_cost)
+
+
+@functools.lru_cache(maxsize=256)
+def _assign(layout: Layout, work: Workload, ranks: int) -> Ownership:
+    """The cut, once for all exchanges that are tried with it."""
+    return layout.assign(work, ranks)
+
+
+@functools.lru_cache(maxsize=256)
 def _choose(request: Request) -> AttentionPlan:
     """The plan of the request, with `auto` replaced by the cheapest choice; the first wins a tie."""
     layouts, exchanges = [request.layout], [request.exchange]
@@ -160,8 +171,7 @@ def _plan(request: Request) -> AttentionPlan:
     shares = head_shares(exchange, inner, outer, seq_len, *heads, request.head_dim * request.dtype_bytes)
     rows: list[RowPlan] = []
     for row in range(request.mask.num_rows):
-        slices = _slices(request.mask, seq_len, row, heads[0])
-        work = Workload(slices, seq_len, request.chunk, query_cost(request))
+        work = _workload(request.mask, seq_len, row, heads[0], request.chunk, query_cost(request))
         owned, grouped = own_tokens(request.layout, work, inner, outer)
         slices = work.slices if grouped.stride == 1 else stride_slices(work.slices, grouped.stride, seq_len)
         rows.append(RowPlan(owned, make_schedule(slices, grouped, exchange), inner, shares))
@@ -203,12 +213,12 @@ def query_cost(request: Request) -> float:
 def own_tokens(layout: Layout, work: Workload, inner: int, outer: int) -> tuple[Ownership, Ownership]:
     """Who owns which tokens: rank by rank, and group by group as the exchange sees it."""
     if inner == 1:
-        owned = layout.assign(work, outer)
+        owned = _assign(layout, work, outer)
         return owned, owned
     if layout.follows_mask and outer > 1:  # balance the groups, then deal a group's tokens to its ranks
-        grouped = layout.assign(work, outer)
+        grouped = _assign(layout, work, outer)
         return _subdivide(grouped, inner), grouped
-    owned = layout.assign(work, inner * outer)
+    owned = _assign(layout, work, inner * outer)
     if outer == 1:
         return owned, collect(work.seq_len, 1, [(0, work.seq_len, 0)])
     return owned, _join_groups(owned, inner)
