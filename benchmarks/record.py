@@ -2,6 +2,7 @@
 
     python benchmarks/record.py                           every benchmark that prints a table
     python benchmarks/record.py dispatch --ranks 2        one of them, with options of its own
+    python benchmarks/record.py page                      none: only the page, where a docstring has changed
 
 Writes benchmarks/results/NAME.json, then docs/benchmarks.md from all that are there.
 """
@@ -107,12 +108,15 @@ def purpose(name: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    wanted = {arguments[0]: arguments[1:]} if arguments else {name: [] for name in TABLES}
-    for name, options in wanted.items():
-        if name not in TABLES:
-            sys.exit(f"{name} is no benchmark with a table; there are: {', '.join(TABLES)}")
-        print(f"== {name}", flush=True)
-        record(ROOT / "benchmarks" / f"{name}.py", options or DEFAULTS.get(name, []), RESULTS)
+    names = list(TABLES) if not arguments else [name for name in arguments[:1] if name != "page"]
+    unknown = set(names) - set(TABLES)
+    if unknown:
+        sys.exit(f"{unknown.pop()} is no benchmark with a table; there are: {', '.join(TABLES)}")
+    try:
+        for name in names:
+            print(f"== {name}", flush=True)
+            record(ROOT / "benchmarks" / f"{name}.py", arguments[1:] or DEFAULTS.get(name, []), RESULTS)
+    finally:
         PAGE.write_text(make_page(RESULTS), encoding="utf-8")
 
 
