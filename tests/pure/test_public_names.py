@@ -12,10 +12,10 @@ import longmesh.parallel
 
 FUNCTIONS = ["distribute_tensor", "distribute_module", "ones", "empty", "full", "rand", "randn", "zeros"]
 METHODS = ["from_local", "to_local", "redistribute", "full_tensor"]
-# What torch has in a submodule, ours has in the submodule of the same name. Attention has room of its own.
+# What torch has in a submodule, ours has in the submodule of the same name.
 SUBMODULES = {
     "parallel": importlib.import_module("torch.distributed.tensor.parallel").__all__,
-    "experimental": ["implicit_replication", "local_map", "register_sharding"],
+    "experimental": ["context_parallel", "implicit_replication", "local_map", "register_sharding"],
 }
 
 
@@ -45,6 +45,16 @@ def test_every_public_name_is_here():
 )
 def test_arguments_and_defaults_are_the_same(name):
     ours, theirs = look_up("longmesh", name), look_up("torch.distributed.tensor", name)
+    assert_same_arguments(name, ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["context_parallel_unshard", "set_rotate_method"])
+def test_what_torch_has_beside_its_context_parallel(name):
+    theirs = importlib.import_module("torch.distributed.tensor.experimental._attention")
+    assert_same_arguments(name, getattr(longmesh.experimental, name), getattr(theirs, name))
+
+
+def assert_same_arguments(name, ours, theirs):
     mine = inspect.signature(ours).parameters
     for parameter in inspect.signature(theirs).parameters.values():
         assert parameter.name in mine, f"{name} lacks {parameter.name}"

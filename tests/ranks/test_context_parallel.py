@@ -1,6 +1,8 @@
 """The scope of context parallelism on real ranks: cut buffers, exact attention, restored buffers, refusals."""
 
 import contextvars
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -235,6 +237,41 @@ def run_pair(ranks: int):
 
 def test_the_plain_pair_and_nested_scopes(pool):
     assert pool.run(run_pair, 2, ranks=2) == [(True, True, True)] * 2
+
+
+def run_threads(ranks: int) -> list[bool]:
+    """Two threads with scopes of their own over groups of their own, and one without, at the same time."""
+    group = torch.distributed.new_group(list(range(ranks)))  # messages of two threads must not meet in one
+    meshes = [cpu_mesh(ranks), DeviceMesh.from_group(group, "cpu", mesh_dim_names=("other",))]
+    meeting = threading.Barrier(3)
+
+    def inside(mesh: DeviceMesh, length: int) -> bool:
+        qkv = tensors(length, seed=length)
+        parts = [t.clone() for t in qkv]
+        with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2, 2, 2]):
+            meeting.wait(30)
+            out = F.scaled_dot_product_attention(*parts, is_causal=True)
+            (whole,) = context_parallel_unshard(mesh, [out], [2])
+            meeting.wait(30)
+        return torch.allclose(whole, reference(qkv, is_causal=True)[0], atol=1e-5)
+
+    def outside() -> bool:
+        qkv = tensors(5)
+        meeting.wait(30)
+        out = F.scaled_dot_product_attention(*qkv, is_causal=True)
+        meeting.wait(30)
+        return torch.allclose(out, reference(qkv, is_causal=True)[0], atol=1e-5)
+
+    with ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(inside, mesh, n) for mesh, n in zip(meshes, (11, 8), strict=True)]
+        calls.append(threads.submit(outside))
+        found = [call.result() for call in calls]
+    torch.distributed.destroy_process_group(group)
+    return found
+
+
+def test_scopes_of_threads_do_not_meet(pool):
+    assert pool.run(run_threads, 2, ranks=2) == [[True] * 3] * 2
 
 
 def run_layouts(ranks: int) -> list[str]:

@@ -1,6 +1,7 @@
 """Escape hatches: plain functions on DTensors, rules of your own, plain tensors among DTensors; and the scope of
 context parallelism."""
 
+from longmesh.attention import create_cp_block_mask
 from longmesh.experimental.context_parallel import (
     context_parallel,
     context_parallel_shard,
@@ -17,6 +18,7 @@ __all__ = [
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
+    "create_cp_block_mask",
     "disable_context_parallel",
     "enable_context_parallel",
     "implicit_replication",
