@@ -178,6 +178,34 @@ def test_block_masks_are_cut_by_rows_and_see_global_positions(pool):
     assert pool.run(cut_masks, 3, ranks=3) == [(True, True)] * 3
 
 
+def masks_again(ranks: int) -> bool:
+    """A mask is made once, and again after what its function captured has changed: so are the plans from it."""
+    mesh, length = cpu_mesh(ranks), 300  # several blocks of a BlockMask
+    document = (torch.arange(length) >= 44).long()
+    q, k, v = (torch.randn(1, 2, length, 8) for _ in range(3))
+    parts = context_parallel_shard(mesh, [q, k, v], [2, 2, 2])
+
+    def own_documents(b, h, q_idx, kv_idx):
+        return document[q_idx] == document[kv_idx]
+
+    def attend() -> torch.Tensor:
+        with context_parallel(mesh, buffers=[torch.zeros(length)], buffer_seq_dims=[0]):
+            mine = create_cp_block_mask(own_documents, None, None, length, length, mesh)
+            assert create_cp_block_mask(own_documents, None, None, length, length, mesh) is mine
+            return context_parallel_unshard(mesh, [flex_attention(*parts, block_mask=mine)], [2])[0]
+
+    for _ in range(2):
+        seen = document[:, None] == document
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        torch.testing.assert_close(attend(), expected)
+        document.copy_(document.flip(0).clone())
+    return True
+
+
+def test_masks_of_functions_that_captured_something_else_now(pool):
+    assert pool.run(masks_again, 2, ranks=2) == [True] * 2
+
+
 def test_block_masks_are_made_once():
     made = create_block_mask_cached(causal, None, None, LENGTH, LENGTH)
     assert create_block_mask_cached(causal, None, None, LENGTH, LENGTH) is made

@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention.agree import agree
+from longmesh.attention.captured import captured_tensors
 from longmesh.attention.check import Gathered, Signature, check_call, check_tokens, signature_of
 from longmesh.attention.driver import Task
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.function import Attend, Call, Gather
 from longmesh.attention.kernel.base import Kernel, Score
 from longmesh.attention.kernel.choose import Choice, choose, need_of
-from longmesh.attention.kernel.scores import captured_tensors
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.lse import AttendWithLse
 from longmesh.attention.mask.base import Mask

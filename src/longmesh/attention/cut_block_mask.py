@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from longmesh.attention.captured import captured_state
 from longmesh.attention.mask.base import Mask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -61,7 +63,6 @@ def cut_block_mask(
     return found
 
 
-@functools.lru_cache(maxsize=64)
 def create_block_mask_cached(
     mask_mod: MaskMod,
     B: int | None,
@@ -71,7 +72,8 @@ def create_block_mask_cached(
     device: torch.device | str = "cpu",
     BLOCK_SIZE: int | tuple[int, int] = _BLOCK,
 ) -> BlockMask:
-    """torch's create_block_mask, made once for the same function (the same object), sizes and device.
+    """torch's create_block_mask, made once for the same sizes, device and function: the same object, and what it
+    captured as it was.
 
     >>> def causal(b, h, q_idx, kv_idx):
     ...     return kv_idx <= q_idx
@@ -79,4 +81,9 @@ def create_block_mask_cached(
     >>> first is create_block_mask_cached(causal, None, None, 256, 256)
     True
     """
-    return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=device, BLOCK_SIZE=BLOCK_SIZE)
+    return _create_block_mask(mask_mod, captured_state(mask_mod), B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
+
+
+@functools.lru_cache(maxsize=64)
+def _create_block_mask(mask_mod: MaskMod, state: str, *sizes_and_device: Any) -> BlockMask:
+    return create_block_mask(mask_mod, *sizes_and_device)

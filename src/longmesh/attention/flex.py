@@ -24,9 +24,11 @@ from torch.nn.attention.flex_attention import (
 )
 
 from longmesh.attention import masks
+from longmesh.attention.api import ContextParallel
 from longmesh.attention.cut_block_mask import CutBlockMask, MaskMod, cut_block_mask
 from longmesh.attention.cut_sequence import CutSequence
 from longmesh.attention.layout.base import Layout
+from longmesh.attention.mask.base import Mask
 from longmesh.attention.scope import current_cut, engine_for
 from longmesh.errors import LongmeshError
 
@@ -114,7 +116,8 @@ def create_cp_block_mask(
 ) -> CutBlockMask:
     """This rank's rows of the BlockMask of a sequence of Q_LEN = KV_LEN tokens cut over the mesh. Sends nothing.
 
-    `load_balancer`: the layout the sequence is cut with, if it is neither the open scope's nor head-tail.
+    Made once for a mask function, with what it captured as it was, the sizes and the layout. `load_balancer`: the
+    layout the sequence is cut with, if it is neither the open scope's nor head-tail.
 
     >>> def causal(b, h, q_idx, kv_idx):
     ...     return kv_idx <= q_idx
@@ -126,8 +129,16 @@ def create_cp_block_mask(
             f"create_cp_block_mask: {Q_LEN} queries and {KV_LEN} keys; a cut sequence has one length"
         )
     engine = engine_for("create_cp_block_mask", device_mesh, Q_LEN, load_balancer)
-    whole = masks.mask_mod(mask_mod, rows=B or 1)
-    return cut_block_mask(mask_mod, whole, engine.positions, Q_LEN, B=B, H=H, device=device_mesh.device_type)
+    return _cp_block_mask(mask_mod, masks.mask_mod(mask_mod, rows=B or 1), B, H, engine)
+
+
+@functools.lru_cache(maxsize=64)
+def _cp_block_mask(
+    mask_mod: MaskMod, whole: Mask, B: int | None, H: int | None, engine: ContextParallel
+) -> CutBlockMask:
+    """Made once for a mask, sizes and a layout, which is the engine's."""
+    device = "cpu" if engine.mesh is None else engine.mesh.device_type
+    return cut_block_mask(mask_mod, whole, engine.positions, engine.plan.seq_len, B=B, H=H, device=device)
 
 
 @functools.lru_cache(maxsize=64)

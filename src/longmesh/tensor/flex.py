@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from longmesh.attention import flex
+from longmesh.attention.captured import captured_tensors
 from longmesh.attention.cut_sequence import CutSequence, check_heads
-from longmesh.attention.kernel.scores import captured_tensors
 from longmesh.attention.layout.base import collect
 from longmesh.attention.layout.given import Given
 from longmesh.comm import MeshComm, comm_of

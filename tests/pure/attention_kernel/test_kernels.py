@@ -11,11 +11,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from longmesh.attention.block import UNBOUNDED, Block
+from longmesh.attention.captured import captured_tensors
 from longmesh.attention.kernel.base import Coordinates, Gradients, Kernel, Score, Work, finish, zero_like
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.kernel.dropout import kept
 from longmesh.attention.kernel.math import Math
-from longmesh.attention.kernel.scores import captured_tensors
 from longmesh.attention.merge import apply_sinks, empty_partial, sinks_gradient
 
 KERNELS = [CpuFlash(), Math(), Math(tile=7)]

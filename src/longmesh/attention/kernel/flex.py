@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from longmesh.attention.block import Block
+from longmesh.attention.captured import captured_tensors
 from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score, Work
 from longmesh.attention.kernel.lower import Tile, as_tile, coalesce
-from longmesh.attention.kernel.scores import captured_tensors
 from longmesh.attention.merge import Partial, empty_partial, merge_
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longmesh.attention.block import Block
+from longmesh.attention.captured import captured_tensors
 from longmesh.attention.kernel import scores
 from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score, Work
 from longmesh.attention.kernel.lower import as_tile, coalesce
@@ -65,7 +66,7 @@ class Math(Kernel):
         q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         q, k, v = _operands(q_BHSD, k_BGKD, v_BGKE)
         scale = score.scale_for(q.shape[-1])
-        captured = scores.captured_tensors(score.score_mod)
+        captured = captured_tensors(score.score_mod)
         for tile in self._tiles(blocks, score, where, q_BHSD):
             rows, keys = tile.rows, tile.keys
             dot = _dot(q, k, score, tile)

@@ -7,10 +7,6 @@ Indices are global, whatever the layout; how a function of a pair is asked for a
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -90,63 +86,3 @@ def additive_mask(
     if mask.shape[0] == 1 and mask.shape[1] == 1:
         return mask
     return mask.expand(*heads, -1, -1).reshape(1, -1, call.rows, call.keys)
-
-
-def captured_tensors(fn: Callable | None) -> list[Tensor]:
-    """The tensors that `fn` captured and that need a gradient, in a fixed order without repetitions.
-
-    Looked for in closures, globals that its code names, defaults, partials, bound objects and the functions those
-    hold in turn.
-    """
-    if fn is None:
-        return []
-    found: list[Tensor] = []
-    seen: set[int] = set()
-
-    def walk(value: object) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            if value.requires_grad:
-                found.append(value)
-        elif isinstance(value, torch.nn.Module):
-            for parameter in value.parameters():
-                walk(parameter)
-        elif isinstance(value, functools.partial):
-            for item in (value.func, *value.args, *value.keywords.values()):
-                walk(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                walk(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                walk(item)
-        elif callable(value):
-            _walk_function(value, walk)
-
-    walk(fn)
-    return found
-
-
-def _names_in(code: types.CodeType) -> list[str]:
-    """The names that a function's code, and that of functions made in it, may look up as globals."""
-    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return [*code.co_names, *(name for c in inner for name in _names_in(c))]
-
-
-def _walk_function(fn: Callable, walk: Callable[[object], None]) -> None:
-    walk(getattr(fn, "__self__", None))
-    inner = getattr(fn, "__func__", fn)
-    for cell in getattr(inner, "__closure__", None) or ():
-        walk(cell.cell_contents)
-    for default in getattr(inner, "__defaults__", None) or ():
-        walk(default)
-    if isinstance(inner, types.FunctionType):
-        for name in _names_in(inner.__code__):
-            value = inner.__globals__.get(name)
-            if isinstance(value, (Tensor, torch.nn.Module, types.FunctionType, list, tuple, dict)):
-                walk(value)
-    if not hasattr(inner, "__code__"):  # an object with __call__
-        for value in getattr(fn, "__dict__", {}).values():
-            walk(value)

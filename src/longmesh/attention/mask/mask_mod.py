@@ -17,6 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from longmesh.attention.captured import captured_state
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, UNBOUNDED
 from longmesh.attention.pairwise import apply_mask_mod
@@ -28,9 +29,12 @@ _PAIRS_AT_ONCE = 1 << 21
 
 @dataclasses.dataclass(frozen=True)
 class MaskMod(Mask):
+    """`state` tells apart what the function captured: a plan is kept for equal masks."""
+
     fn: Callable
     block: int = 128
     rows: int = 1
+    state: str = ""
 
     @property
     def num_rows(self) -> int:
@@ -95,7 +99,7 @@ def mask_mod(fn: Callable, *, block: int = 128, rows: int = 1) -> Mask:
             [1, 0, 1, 0],
             [0, 1, 0, 1]])
     """
-    return MaskMod(fn, block, rows)
+    return MaskMod(fn, block, rows, captured_state(fn))
 
 
 @dataclasses.dataclass(frozen=True)
