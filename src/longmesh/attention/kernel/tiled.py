@@ -6,8 +6,8 @@ K key rows, N tiles of a call, L and M rows and keys of a tile, D head dim (of q
 A fused kernel is two functions on the tiles of one call, `attend` and `differentiate`, and a tiling.
 Batch and heads are folded into one dim, so that the batch dim is free for tiles; query head x uses
 key/value head ``x // (H / G)`` after folding just as before. The pitfalls handled here for all of
-them: no call is ever empty, the narrower of q's and v's head dim is padded with zeros, and a row
-whose mask hides everything gets lse -inf whatever the kernel says.
+them: no call is ever empty, nor has a batch of none; the narrower of q's and v's head dim is padded with
+zeros; a row whose mask hides everything gets lse -inf whatever the kernel says; no scale is 0 or less.
 """
 
 from __future__ import annotations
@@ -80,9 +80,13 @@ class TiledKernel(Kernel):
         q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         B, H, S, D = q_BHSD.shape
         E, fresh = v_BGKE.shape[-1], state is None
+        if q_BHSD.numel() == 0:
+            return empty_partial(q_BHSD, E) if state is None else state
         q, k, v = self._operands(q_BHSD, k_BGKD, v_BGKE)
+        factor, scale = _safe_scale(score.scale_for(D))
+        q = q if factor == 1.0 else q * factor
         calls = self._calls(blocks, score)
-        shapes = _Shapes(score, where, (B, H), q, score.scale_for(D), self.takes_bands)
+        shapes = _Shapes(score, where, (B, H), q, scale, self.takes_bands)
         whole = fresh and len(calls) == 1 and calls[0].q_starts == (0,) and calls[0].rows == S
         if not whole and state is None:
             state = blank_partial(q_BHSD, E) if num_first(calls) == S else empty_partial(q_BHSD, E)
@@ -105,15 +109,17 @@ class TiledKernel(Kernel):
     def backward(self, work: Work, final: Final, gradients: Gradients) -> None:
         q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         calls = self._calls(blocks, score)
-        if not calls:
+        if not calls or q_BHSD.numel() == 0:
             return
         B, H, _, D = q_BHSD.shape
         E = v_BGKE.shape[-1]
         q, k, v = self._operands(q_BHSD, k_BGKD, v_BGKE)
+        factor, scale = _safe_scale(score.scale_for(D))
+        q = q if factor == 1.0 else q * factor
         out, dout = (_operand(t, q.shape[-1], q.dtype) for t in (final.out_BHSE, final.dout_BHSE))
         lse_XS = final.lse_BHS.flatten(0, 1)
         dq, dk, dv = (fold_view(g) for g in (gradients.dq_BHSD, gradients.dk_BGKD, gradients.dv_BGKE))
-        shapes = _Shapes(score, where, (B, H), q, score.scale_for(D), self.takes_bands)
+        shapes = _Shapes(score, where, (B, H), q, scale, self.takes_bands)
         for call in calls:
             rows, keys = _sizes(call)
             dout_t, q_t, out_t, lse_t = (
@@ -121,7 +127,8 @@ class TiledKernel(Kernel):
             )
             k_t, v_t = (read_tiles(t, call.k_starts, call.keys, keys) for t in (k, v))
             tiles = self.differentiate(dout_t, q_t, k_t, v_t, out_t, lse_t, shapes.of(call))
-            add_tiles_(dq, tiles[0][..., :D], call.q_starts, rows)
+            dq_t = tiles[0] if factor == 1.0 else tiles[0] * factor
+            add_tiles_(dq, dq_t[..., :D], call.q_starts, rows)
             add_tiles_(dk, tiles[1][..., :D], call.k_starts, keys)
             add_tiles_(dv, tiles[2][..., :E], call.k_starts, keys)
 
@@ -136,6 +143,12 @@ class TiledKernel(Kernel):
         width = max(q_BHSD.shape[-1], v_BGKE.shape[-1])
         width = -(-width // self.pad_head_dim_to) * self.pad_head_dim_to
         return [_operand(t, width, self.compute_dtype(t.dtype)) for t in (q_BHSD, k_BGKD, v_BGKE)]
+
+
+def _safe_scale(scale: float) -> tuple[float, float]:
+    """What queries are multiplied with, and the scale that is left to the kernel: its causal mode writes -inf before
+    it scales, so that one of 0 or less would make NaN or +inf of it."""
+    return (1.0, scale) if scale > 0 else (scale, 1.0)
 
 
 def _operand(tensor_BHSD: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ import numpy as np
 from longmesh.attention.block import UNBOUNDED
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import make_slices
+from longmesh.attention.whole_number import whole_number
 from longmesh.errors import LongmeshError
 
 
@@ -80,6 +81,7 @@ def sliding_window(left: int, right: int = 0) -> Mask:
             [0, 1, 1, 0],
             [0, 0, 1, 1]])
     """
+    left, right = whole_number("sliding_window(left)", left), whole_number("sliding_window(right)", right)
     if left < 0 or right < 0:
         raise LongmeshError(f"sliding_window({left}, {right}): both distances must be 0 or more")
     return Band(lo=-left, hi=right)

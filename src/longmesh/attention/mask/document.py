@@ -17,6 +17,7 @@ import torch
 from longmesh.attention.mask.band import causal
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, shift, tighten
+from longmesh.attention.whole_number import whole_number
 from longmesh.errors import LongmeshError
 
 
@@ -101,17 +102,25 @@ def documents(lengths: Sequence[int] | Sequence[Sequence[int]], within: Mask | N
     """
     listed = [x.tolist() if isinstance(x, np.ndarray | torch.Tensor) else x for x in lengths]
     rows = listed if listed and isinstance(listed[0], list | tuple) else [listed]
-    clean = tuple(tuple(int(n) for n in row) for row in rows)  # type: ignore[union-attr]
+    clean = tuple(tuple(whole_number("a document's length", n) for n in row) for row in rows)  # type: ignore[union-attr]
     for row in clean:
         if min(row, default=0) < 0:
             raise LongmeshError(f"documents(): a length is {min(row)}; lengths must be 0 or more")
-    within = causal() if within is None else within
+    return Documents(clean, _inside("documents", within))
+
+
+def _inside(what: str, within: Mask | None) -> Mask:
+    """The mask inside a document, if it can be one; causal unless told."""
+    if within is None:
+        return causal()
+    if not isinstance(within, Mask):
+        raise LongmeshError(f"{what}(within={within!r}): not a mask; wrap a function in masks.mask_mod(fn)")
     if within.num_rows > 1:
         raise LongmeshError(
-            f"documents(within={within}): the mask inside a document has {within.num_rows} batch rows; "
+            f"{what}(within={within}): the mask inside has {within.num_rows} batch rows; "
             "give one that is the same for all rows"
         )
-    return Documents(clean, within)
+    return within
 
 
 def from_cu_seqlens(cu_seqlens: Sequence[int], within: Mask | None = None) -> Mask:
@@ -120,7 +129,7 @@ def from_cu_seqlens(cu_seqlens: Sequence[int], within: Mask | None = None) -> Ma
     >>> masks.from_cu_seqlens([0, 3, 4]) == masks.documents([3, 1])
     True
     """
-    ends = np.array([int(x) for x in cu_seqlens], dtype=np.int64)
+    ends = np.array([whole_number("from_cu_seqlens(): an end", x) for x in cu_seqlens], dtype=np.int64)
     if len(ends) == 0 or ends[0] != 0 or (np.diff(ends) < 0).any():
         raise LongmeshError(
             f"from_cu_seqlens({ends.tolist()[:8]}): must start at 0 and never fall; "
@@ -156,6 +165,7 @@ def chunked(n: int, within: Mask | None = None) -> Mask:
             [0, 0, 1, 0],
             [0, 0, 1, 1]])
     """
+    n = whole_number("chunked(n)", n)
     if n < 1:
         raise LongmeshError(f"chunked({n}): a chunk has at least 1 token")
-    return Chunked(int(n), causal() if within is None else within)
+    return Chunked(n, _inside("chunked", within))

@@ -21,6 +21,7 @@ from longmesh.attention.captured import captured_state
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, UNBOUNDED
 from longmesh.attention.pairwise import apply_mask_mod
+from longmesh.attention.whole_number import whole_number
 from longmesh.errors import LongmeshError
 
 _EMPTY, _PARTIAL, _FULL = 0, 1, 2
@@ -99,6 +100,11 @@ def mask_mod(fn: Callable, *, block: int = 128, rows: int = 1) -> Mask:
             [1, 0, 1, 0],
             [0, 1, 0, 1]])
     """
+    if not callable(fn):
+        raise LongmeshError(f"mask_mod({fn!r}): give a function of (b, h, q_idx, kv_idx)")
+    block, rows = whole_number("mask_mod(block=)", block), whole_number("mask_mod(rows=)", rows)
+    if block < 1 or rows < 1:
+        raise LongmeshError(f"mask_mod(block={block}, rows={rows}): both must be at least 1")
     return MaskMod(fn, block, rows, captured_state(fn))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from longmesh.attention.block import UNBOUNDED
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import make_slices
+from longmesh.attention.whole_number import whole_number
 from longmesh.errors import LongmeshError
 
 
@@ -48,6 +49,7 @@ def prefix_lm(n: int) -> Mask:
             [1, 1, 1, 0],
             [1, 1, 1, 1]])
     """
+    n = whole_number("prefix_lm(n)", n)
     if n < 0:
         raise LongmeshError(f"prefix_lm({n}): the prefix must be 0 tokens or more")
-    return PrefixLM(int(n))
+    return PrefixLM(n)

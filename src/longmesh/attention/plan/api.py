@@ -25,6 +25,7 @@ from longmesh.attention.mask.slices import stride_slices
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
 from longmesh.attention.plan.cost import cost_us
 from longmesh.attention.plan.schedule import make_schedule
+from longmesh.attention.whole_number import whole_number
 from longmesh.errors import LongmeshError
 
 
@@ -52,19 +53,21 @@ def plan_attention(
     """
     inner, outer = _mesh(ranks)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    _check(seq_len, chunk, num_heads, num_kv_heads, inner * outer)
+    counts = {
+        "seq_len": seq_len,
+        "chunk": chunk,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "dtype_bytes": dtype_bytes,
+    }
     request = Request(
-        seq_len=int(seq_len),
         inner=inner,
         outer=outer,
-        mask=causal() if mask is None else mask,
+        mask=causal() if mask is None else _checked_mask(mask),
         layout=layout_of(layout),
         exchange=exchange_of(exchange),
-        chunk=int(chunk),
-        num_heads=int(num_heads),
-        num_kv_heads=int(num_kv_heads),
-        head_dim=int(head_dim),
-        dtype_bytes=int(dtype_bytes),
+        **_checked_counts(counts),
     )
     return _choose(request)
 
@@ -87,7 +90,8 @@ class Request:
 
 
 def _mesh(ranks: int | Sequence[int]) -> tuple[int, int]:
-    sizes = (1, ranks) if isinstance(ranks, int) else tuple(ranks)
+    sizes = tuple(ranks) if isinstance(ranks, Sequence) else (1, ranks)
+    sizes = tuple(whole_number("ranks", size) for size in sizes)
     if len(sizes) == 1:
         sizes = (1, sizes[0])
     if len(sizes) != 2:
@@ -97,17 +101,29 @@ def _mesh(ranks: int | Sequence[int]) -> tuple[int, int]:
         )
     if min(sizes) < 1:
         raise LongmeshError(f"ranks={ranks}: there must be at least 1 rank on each axis")
-    return int(sizes[0]), int(sizes[1])
+    return sizes[0], sizes[1]
 
 
-def _check(seq_len: int, chunk: int, num_heads: int, num_kv_heads: int, ranks: int) -> None:
-    if seq_len < 1 or chunk < 1:
-        raise LongmeshError(f"seq_len={seq_len}, chunk={chunk}: both must be at least 1")
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
+def _checked_mask(mask: object) -> Mask:
+    if not isinstance(mask, Mask):
         raise LongmeshError(
-            f"{num_kv_heads} key heads do not divide {num_heads} query heads; "
-            "each key head serves the same number"
+            f"mask={mask!r} is no mask; use one of longmesh.attention.masks, such as masks.causal(), or wrap "
+            "a function of (b, h, q_idx, kv_idx) in masks.mask_mod(fn)"
         )
+    return mask
+
+
+def _checked_counts(counts: dict[str, int]) -> dict[str, int]:
+    counts = {name: whole_number(name, value) for name, value in counts.items()}
+    for name, value in counts.items():
+        if value < 1 and "heads" not in name:
+            raise LongmeshError(f"{name}={value}: must be at least 1")
+    heads, kv_heads = counts["num_heads"], counts["num_kv_heads"]
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise LongmeshError(
+            f"{kv_heads} key heads do not divide {heads} query heads; each key head serves the same number"
+        )
+    return counts
 
 
 def _groups(exchange: Exchange, inner: int, outer: int) -> tuple[int, int]:
