@@ -208,11 +208,18 @@ def _visible(
             f"hf.context_parallel: attention_mask is {tuple(padding.shape)}; give (rows, tokens), 1 for tokens and 0 "
             "for padding, and other masks as mask="
         )
+    seen = _documents(positions, cu_seqlens) if padding is None or cu_seqlens is not None else None
+    if padding is None or bool(padding.all()):
+        return seen
+    tokens = _without_padding(padding.bool())
+    return tokens if seen is None else seen & tokens
+
+
+def _documents(positions: Tensor, cu_seqlens: Tensor | Sequence[int] | None) -> masks.Mask | None:
+    """The documents of each row, by their bounds or by positions that start again; None if a row is one."""
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
         return masks.from_cu_seqlens(bounds, within=masks.full())
-    if padding is not None:
-        return None if bool(padding.all()) else _without_padding(padding.bool())
     starts = positions.diff(dim=1) != 1
     if not bool(starts.any()):
         return None

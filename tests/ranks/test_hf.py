@@ -115,6 +115,19 @@ def test_documents_may_be_given_by_their_bounds(pool):
     assert max(pool.run(by_cu_seqlens, 2, ranks=2)) < 1e-5
 
 
+def test_bounds_and_padding_hold_both():
+    padding = torch.ones(2, 6, dtype=torch.long)
+    padding[1, 5:] = 0
+    positions = torch.arange(6).expand(2, -1)
+    mask = hf._visible({"attention_mask": padding}, positions, [0, 2, 6])
+    document, at = torch.tensor([0, 0, 1, 1, 1, 1]), torch.arange(6)
+    same = document[:, None] == document
+    for row in range(2):
+        real = padding[row].bool()
+        seen = mask.visible(torch.tensor(row), torch.tensor(0), at[:, None], at)
+        assert torch.equal(seen[real], (same & real)[real])
+
+
 def refusals(ranks: int) -> list[str]:
     hf.register()
     model, batch, texts = make_model("llama", "longmesh"), make_batch("right"), []
