@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention import Exchange, Layout, masks
+from longmesh.attention.reentrant import refuse_reentrant_checkpoint
 from longmesh.attention.scope import close_scope, current_cut, cut_over, open_scope
 from longmesh.errors import LongmeshError
 
@@ -92,6 +93,7 @@ def attend(
             "a mask tensor or position bias over a cut sequence: the model would need this rank's part of it; give "
             "padding and documents to hf.context_parallel(mesh, batch), which plans attention from them"
         )
+    refuse_reentrant_checkpoint()
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     engine = cut.engine(causal, window=sliding_window)
     out = engine(

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import (
     create_block_mask,
     flex_attention as torch_flex_attention,
 )
+from torch.utils.checkpoint import checkpoint
 
 import longmesh
 from longmesh import Replicate, Shard, distribute_tensor
@@ -158,6 +159,31 @@ def test_the_log_sum_exp_is_returned_as_torch_returns_it():
 
 
 RETURNED = {"return_lse": True, "return_aux": AuxRequest(lse=True)}
+
+
+def recomputed(ranks: int) -> list[torch.Tensor]:
+    """Gradients through a checkpoint inside a scope; afterwards, and where it is reentrant, it is refused."""
+    mesh, parts = cpu_mesh(ranks), [t.clone() for t in inputs(4)[:3]]
+    with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2, 2, 2]):
+        local = [p.clone().requires_grad_() for p in parts]
+        checkpoint(flex_attention, *local, use_reentrant=False).square().sum().backward()
+        late = checkpoint(flex_attention, *local, use_reentrant=False).square().sum()
+        with pytest.raises(LongmeshError, match="use_reentrant=False"):
+            checkpoint(flex_attention, *local, use_reentrant=True)
+        found = context_parallel_unshard(mesh, [p.grad for p in local], [2] * 3)
+    if ranks > 1:
+        with pytest.raises(torch.utils.checkpoint.CheckpointError):
+            late.backward()
+    return found
+
+
+def test_checkpoints_recompute_inside_the_scope_and_raise_after_it(pool):
+    q, k, v = (t.double().requires_grad_() for t in inputs(4)[:3])
+    F.scaled_dot_product_attention(q, k, v).square().sum().backward()
+    expected = [t.grad.float() for t in (q, k, v)]
+    for ranks in (1, 2):
+        for found in pool.run(recomputed, ranks, ranks=ranks):
+            assert largest_difference(found, expected) < 1e-4
 
 
 def cut_masks(ranks: int):

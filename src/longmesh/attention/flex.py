@@ -29,6 +29,7 @@ from longmesh.attention.cut_block_mask import CutBlockMask, MaskMod, cut_block_m
 from longmesh.attention.cut_sequence import CutSequence
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.mask.base import Mask
+from longmesh.attention.reentrant import refuse_reentrant_checkpoint
 from longmesh.attention.scope import current_cut, engine_for
 from longmesh.errors import LongmeshError
 
@@ -72,6 +73,8 @@ def flex_attention(
             by_torch = cast(Callable[..., Any], torch_flex_attention)
             return by_torch(query, key, value, *rest, return_aux=return_aux)
         cut = _whole_sequence(query.shape[-2])
+    else:
+        refuse_reentrant_checkpoint()
     return wanted.give(
         *cut.flex(query, key, value, score_mod, block_mask, scale, enable_gqa, with_lse=wanted.lse)
     )

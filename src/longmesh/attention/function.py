@@ -39,6 +39,13 @@ class Call:
         return [(replace(task, batch_start=b), slice(b, b + 1)) for b, task in enumerate(self.tasks)]
 
 
+def mark(call: Call, like: Tensor) -> Tensor:
+    """Nothing, shaped as the cut is: a checkpoint compares what its recomputation saves, and must not take attention
+    over this rank's tokens alone, after a scope, for that over the whole sequence."""
+    owned = call.tasks[0].route.row.ownership
+    return like.new_empty((0, owned.seq_len, owned.num_ranks))
+
+
 class Attend(torch.autograd.Function):
     """`Attend.apply(call, q, k, v, bias, sinks, *captured)`. Collective over the mesh, both ways."""
 
@@ -46,13 +53,13 @@ class Attend(torch.autograd.Function):
     def forward(ctx, call: Call, q, k, v, bias, sinks, *captured):
         ctx.call, ctx.num_captured, ctx.kv_heads = call, len(captured), k.shape[1]
         out, saved = forward_rows(call, q, k, v, sinks)
-        ctx.save_for_backward(bias, sinks, *captured, *saved)
+        ctx.save_for_backward(mark(call, q), bias, sinks, *captured, *saved)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):  # type: ignore[override]
-        bias, sinks, *rest = ctx.saved_tensors
+        _, bias, sinks, *rest = ctx.saved_tensors
         captured, saved = rest[: ctx.num_captured], rest[ctx.num_captured :]
         dbias = zero_like(bias) if ctx.needs_input_grad[4] else None
         dsinks = torch.zeros_like(sinks) if sinks is not None else None

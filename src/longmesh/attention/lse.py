@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longmesh.attention.function import Call, backward_rows, forward_rows
+from longmesh.attention.function import Call, backward_rows, forward_rows, mark
 from longmesh.attention.heads import Q, to_tokens
 from longmesh.attention.kernel.base import Gradients, zero_like
 
@@ -31,13 +31,14 @@ class AttendWithLse(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.num_captured = call, len(captured)
         out, saved = forward_rows(call, q, k, v, None)
-        ctx.save_for_backward(*captured, q, k, v, *saved)
+        ctx.save_for_backward(mark(call, q), *captured, q, k, v, *saved)
         return out, _own_lse(call, saved, q.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):  # type: ignore[override]
-        captured, rest = ctx.saved_tensors[: ctx.num_captured], ctx.saved_tensors[ctx.num_captured :]
+        _, *rest = ctx.saved_tensors
+        captured, rest = rest[: ctx.num_captured], rest[ctx.num_captured :]
         (q, k, v), saved = rest[:3], rest[3:]
         dq, dk, dv, *dcaptured = (zero_like(t) for t in (q, k, v, *captured))
 
