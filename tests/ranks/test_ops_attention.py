@@ -130,3 +130,43 @@ def test_cut_tokens_run_the_engine(pool, mesh_shape, placements, length, causal)
     for worst, kinds in pool.run(over_tokens, mesh_shape, placements, length, causal, ranks=ranks):
         assert worst < 2e-5
         assert "all_gather" not in kinds
+
+
+def by_cuda_ops(rows):
+    """What SDPA calls on CUDA: where tokens are cut the engine runs, here with its CPU kernel."""
+    mesh = cpu_mesh(torch.distributed.get_world_size())
+    whole = operands(2, 4, rows, rows)
+    wanted = [t.clone().requires_grad_() for t in whole]
+    out = attend(*wanted, is_causal=True)
+    cotangent = torch.randn_like(out)
+    grads = torch.autograd.grad(out, wanted, cotangent)
+    q, k, v = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
+    given = distribute_tensor(cotangent, mesh, [Replicate()])
+    aten = torch.ops.aten
+    flash = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    efficient = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
+    cudnn = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
+    backwards = [
+        aten._scaled_dot_product_flash_attention_backward(
+            given, q, k, v, *flash[:6], 0.0, True, flash[6], flash[7]
+        ),
+        aten._scaled_dot_product_efficient_attention_backward(
+            given, q, k, v, None, *efficient, 0.0, [True, True, True, False], True
+        ),
+        aten._scaled_dot_product_cudnn_attention_backward(
+            given, q, k, v, *cudnn[:2], cudnn[6], cudnn[7], None, *cudnn[2:6], 0.0, True
+        ),
+    ]
+    wrong = []
+    for name, made, back in zip(
+        ("flash", "efficient", "cudnn"), (flash, efficient, cudnn), backwards, strict=True
+    ):
+        for got, want in zip((made[0], *back[:3]), (out, *grads), strict=True):
+            if got.placements != (Shard(2),) or not torch.allclose(got.full_tensor(), want, atol=1e-5):
+                wrong.append(name)
+    return wrong, flash[4], efficient[2].placements
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(7, 3), (2, 3), (5, 1), (32, 2)])
+def test_cuda_ops_on_cut_tokens_run_the_engine(pool, rows, ranks):
+    assert pool.run(by_cuda_ops, rows, ranks=ranks)[0] == ([], rows, (Replicate(),))

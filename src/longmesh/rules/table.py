@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from longmesh.rules import (
     attention,
+    attention_cuda,
     conv,
     embedding,
     factory,
@@ -48,6 +49,7 @@ TABLE: dict[str, Rule] = {
     **conv.RULES,
     **linalg.RULES,
     **attention.RULES,
+    **attention_cuda.RULES,
 }
 
 
