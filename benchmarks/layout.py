@@ -37,8 +37,9 @@ def measure(lengths: list[int], ranks: int, layout: str, dtype_bytes: int) -> tu
     seq_len, best = sum(lengths), float("inf")
 
     def plan_cold() -> AttentionPlan:
-        for cached in (api._plan, api._choose, api._slices):
-            cached.cache_clear()
+        for cached in vars(api).values():
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
         return plan_attention(
             seq_len=seq_len,
             ranks=ranks,

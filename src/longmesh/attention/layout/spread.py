@@ -16,7 +16,8 @@ import numpy as np
 from longmesh.attention.block import UNBOUNDED
 from longmesh.attention.layout.base import Ownership, Workload, collect, even_bounds
 from longmesh.attention.layout.components import components
-from longmesh.attention.mask.slices import keys_per_query
+from longmesh.attention.mask import slices
+from longmesh.attention.mask.slices import Q0
 
 PIECES_PER_SHARE = 0.8  # fewer, longer pieces than shares: a helper or two cost less than a piece more
 SPREAD_FROM = 0.9  # of a rank's share of the area: smaller documents stay whole
@@ -24,11 +25,12 @@ SPREAD_FROM = 0.9  # of a rank's share of the area: smaller documents stay whole
 
 def spread(work: Workload, ranks: int) -> Ownership:
     """Tokens exactly even; area even if the work of a document were even along it."""
-    before = np.zeros(work.seq_len + 1, dtype=np.int64)
-    np.cumsum(keys_per_query(work.slices, work.seq_len), out=before[1:])
     stretches = components(work.slices, work.seq_len)
-    area = before[stretches[:, 1]] - before[stretches[:, 0]]
-    share = int(before[-1]) / ranks
+    area = np.zeros(len(stretches), dtype=np.int64)
+    np.add.at(
+        area, np.searchsorted(stretches[:, 1], work.slices[:, Q0], side="right"), slices.area(work.slices)
+    )
+    share = int(area.sum()) / ranks
     room = np.diff(even_bounds(work.seq_len, ranks))
     load = np.zeros(ranks, dtype=np.int64)
     owned: list[tuple[int, int, int]] = []
