@@ -1,7 +1,9 @@
 """Every public name has a docstring of its own, and in it an example; tests/ranks/test_public_examples.py runs them."""
 
 import dataclasses
+import functools
 import importlib
+import inspect
 
 import pytest
 
@@ -19,6 +21,43 @@ def test_every_public_name_has_a_docstring(module):
 def test_every_public_name_has_an_example_after_its_contract(module):
     docstrings = {name: docstring_of(module, name) for name in public_names(module)}
     assert [name for name, doc in docstrings.items() if ">>> " not in doc or doc.startswith(">>>")] == []
+
+
+def bare_members(kind: type) -> list[str]:
+    """The public methods and properties that a class adds and nobody, it or a parent, says anything about."""
+    own = [name for name, value in vars(kind).items() if not name.startswith("_") and is_member(value)]
+    return [name for name in own if not any(getattr(vars(k).get(name), "__doc__", "") for k in kind.__mro__)]
+
+
+def is_member(value: object) -> bool:
+    return inspect.isroutine(value) or isinstance(value, property | functools.cached_property)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_method_and_property_has_a_docstring(module):
+    public = importlib.import_module(module)
+    kinds = {
+        name: getattr(public, name) for name in public_names(module) if inspect.isclass(getattr(public, name))
+    }
+    assert {name: bare for name, kind in kinds.items() if (bare := bare_members(kind))} == {}
+
+
+def test_a_method_without_a_word_is_found():
+    class Parent:
+        def told(self):
+            """Said."""
+
+    class Child(Parent):
+        size = 3
+
+        def told(self): ...
+
+        def bare(self): ...
+
+        @property
+        def silent(self): ...
+
+    assert bare_members(Child) == ["bare", "silent"]
 
 
 def test_the_count():

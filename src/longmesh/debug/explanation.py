@@ -70,6 +70,7 @@ class Explanation:
 
     @property
     def ops(self) -> tuple[ExplainedOp, ...]:
+        """The ops on DTensors."""
         return tuple(step for step in self.steps if isinstance(step, ExplainedOp))
 
     @property
@@ -85,6 +86,7 @@ class Explanation:
 
     @property
     def implicit(self) -> tuple[Redistribution, ...]:
+        """The redistributions that ops needed and nobody asked for."""
         return self._of_kind("implicit")
 
     def _of_kind(self, kind: str) -> tuple[Redistribution, ...]:

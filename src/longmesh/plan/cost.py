@@ -49,9 +49,11 @@ class CostModel:
 
     @property
     def is_uniform(self) -> bool:
+        """Whether all axes cost the same."""
         return isinstance(self.axes, AxisCost) or len(frozenset(self.axes)) == 1
 
     def check(self, num_axes: int) -> None:
+        """Raise if the costs are those of another number of mesh axes."""
         if isinstance(self.axes, tuple) and len(self.axes) != num_axes:
             raise LongmeshError(
                 f"the cost model has {len(self.axes)} axes and the mesh {num_axes}; "

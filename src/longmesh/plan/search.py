@@ -63,13 +63,16 @@ class RedistributePlan:
 
     @property
     def cost_us(self) -> float:
+        """The predicted time."""
         return sum(step.cost_us for step in self.steps)
 
     @property
     def num_collectives(self) -> int:
+        """The steps that communicate."""
         return sum(not step.is_local for step in self.steps)
 
     def explain(self) -> str:
+        """The plan in words: each step with its bytes and its reason."""
         from longmesh.plan.render import explain_plan
 
         return explain_plan(self)

@@ -58,6 +58,7 @@ class Layout:
 
     @staticmethod
     def replicated(mesh: MeshShape | HasMeshShape) -> Layout:
+        """The layout in which every rank holds everything."""
         shape = MeshShape.of(mesh)
         return Layout(shape, (Replicate(),) * shape.ndim)
 
@@ -74,6 +75,7 @@ class Layout:
 
     @property
     def is_default_order(self) -> bool:
+        """Whether axes cut every dim from left to right."""
         return self.shard_order == default_shard_order(self.placements)
 
     # -- where a rank's piece lies -------------------------------------------------------------
@@ -84,12 +86,14 @@ class Layout:
         return nested_interval(size, [(sizes[a], coordinate[a]) for a in self.cuts(dim)])
 
     def local_shape(self, shape: Sequence[IntLike], coordinate: Coordinate) -> tuple[IntLike, ...]:
+        """The shape of what the rank at `coordinate` holds of a tensor of `shape`."""
         return tuple(
             self.interval(dim, size, coordinate)[1] if dim in self._cuts else size
             for dim, size in enumerate(shape)
         )
 
     def local_offset(self, shape: Sequence[IntLike], coordinate: Coordinate) -> tuple[IntLike, ...]:
+        """Where in the global tensor that begins."""
         return tuple(
             self.interval(dim, size, coordinate)[0] if dim in self._cuts else 0
             for dim, size in enumerate(shape)

@@ -55,21 +55,26 @@ class MeshShape:
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return len(self.sizes)
 
     @property
     def num_ranks(self) -> int:
+        """The ranks of all axes together."""
         return math.prod(self.sizes)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The sizes, under the name that torch's mesh gives them."""
         return self.sizes
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """The names, under the name that torch's mesh gives them."""
         return self.names
 
     def size(self, axis: int | None = None) -> int:
+        """The ranks of one axis, or of all."""
         return self.num_ranks if axis is None else self.sizes[axis]
 
     def axis_name(self, axis: int) -> str:

@@ -28,12 +28,15 @@ class Placement:
     __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
+        """Whether the axis cuts the tensor, along `dim` if one is given."""
         return False
 
     def is_replicate(self) -> bool:
+        """Whether every rank of the axis holds the same."""
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether a reduction is pending, by `reduce_op` if one is given."""
         return False
 
 

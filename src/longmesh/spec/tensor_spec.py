@@ -66,34 +66,42 @@ class DTensorSpec:
 
     @property
     def device_mesh(self) -> MeshShape | HasMeshShape:
+        """The mesh, under the name that torch gives it."""
         return self.mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
+        """One placement for each mesh axis."""
         return self.layout.placements
 
     @property
     def shard_order(self) -> ShardOrder:
+        """Which axes cut each dim, the outermost first."""
         return self.layout.shard_order
 
     @property
     def shape(self) -> torch.Size:
+        """The global shape; an error where the meta is not known."""
         return self._meta().shape
 
     @property
     def stride(self) -> tuple[int, ...]:
+        """The global stride; an error where the meta is not known."""
         return self._meta().stride
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype; an error where the meta is not known."""
         return self._meta().dtype
 
     @property
     def ndim(self) -> int:
+        """The number of dims; an error where the meta is not known."""
         return len(self._meta().shape)
 
     @property
     def num_shards(self) -> int:
+        """How many different pieces the tensor is cut into."""
         return self.layout.num_shards
 
     @property
@@ -125,17 +133,21 @@ class DTensorSpec:
         return list(self.layout.partial_axes)
 
     def is_replicated(self) -> bool:
+        """Whether every rank holds the whole tensor."""
         return self.layout.is_replicated
 
     def is_sharded(self) -> bool:
+        """Whether some axis cuts it."""
         return bool(self.layout.shard_dims)
 
     # -- where a rank's piece lies -------------------------------------------------------------
 
     def local_shape(self, coordinate: Coordinate) -> tuple[IntLike, ...]:
+        """The shape of what the rank at `coordinate` holds."""
         return self.layout.local_shape(self.shape, coordinate)
 
     def local_offset(self, coordinate: Coordinate) -> tuple[IntLike, ...]:
+        """Where in the global tensor that begins."""
         return self.layout.local_offset(self.shape, coordinate)
 
     # -- other specs ---------------------------------------------------------------------------
@@ -166,6 +178,7 @@ class DTensorSpec:
         return DTensorSpec(mesh, placements, tensor_meta)
 
     def shallow_copy_with_tensor_meta(self, tensor_meta: TensorMeta | None) -> DTensorSpec:
+        """The same layout on the same mesh with another meta."""
         return DTensorSpec(self.mesh, self.layout, tensor_meta)
 
     def __str__(self) -> str:

@@ -243,14 +243,17 @@ class DTensor(torch.Tensor):
 
     @property
     def device_mesh(self) -> DeviceMesh:
+        """The mesh that the tensor lies on."""
         return self._mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
+        """What each mesh axis does to the tensor, one placement an axis."""
         return self._layout.placements
 
     @property
     def shard_order(self) -> ShardOrder:
+        """Which axes cut each dim, the outermost first."""
         return self._layout.shard_order
 
     @property

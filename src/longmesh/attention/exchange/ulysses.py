@@ -76,6 +76,7 @@ class HeadShare(NamedTuple):
 
     @property
     def parts(self) -> tuple[HeadPart, ...]:
+        """What a kernel with grouped heads can take at once, over all groups."""
         return tuple(part for group in self.groups for part in group.parts)
 
 

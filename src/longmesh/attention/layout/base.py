@@ -55,6 +55,7 @@ class Ownership:
 
     @property
     def num_ranks(self) -> int:
+        """How many ranks the sequence is cut over."""
         return len(self.pieces)
 
     @functools.cached_property
@@ -74,6 +75,7 @@ class Ownership:
         return out[np.argsort(out[:, 0], kind="stable")]
 
     def coordinates(self, rank: int) -> np.ndarray:
+        """The coordinates of a rank's tokens, in local order."""
         spans = [np.arange(start, stop, dtype=np.int64) for start, stop in self.pieces[rank]]
         return np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
 

@@ -220,6 +220,7 @@ class AttentionPlan:
 
     @property
     def num_ranks(self) -> int:
+        """The ranks of all groups together."""
         return self.inner * self.outer
 
     @functools.cached_property
