@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
+from longmesh import flex_attention
 from longmesh.attention import masks
 from longmesh.errors import LongmeshError
 from longmesh.experimental import (
@@ -213,6 +215,10 @@ def test_checkpoints_recompute_inside_the_scope_and_raise_after_it(pool, ranks):
     assert max(pool.run(run_checkpointed, ranks, ranks=ranks)) < 1e-5
 
 
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
 def run_pair(ranks: int):
     mesh = cpu_mesh(ranks)
     q, k, v = tensors(10)
@@ -223,13 +229,16 @@ def run_pair(ranks: int):
     out = F.scaled_dot_product_attention(*parts, is_causal=True)
     with context_parallel(mesh, buffers=[part], buffer_seq_dims=[2]):
         nested = F.scaled_dot_product_attention(part, part, part)
-        again = F.scaled_dot_product_attention(*parts, is_causal=True)
+        again = F.scaled_dot_product_attention(query=parts[0], key=parts[1], value=parts[2], is_causal=True)
+        flexed = flex_attention(
+            *parts, block_mask=create_block_mask(causal, None, None, 10, 10, device="cpu")
+        )
         (nested,) = context_parallel_unshard(mesh, [nested], [2])
     whole = cp.unshard(out, 2)
     disable_context_parallel()
     plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return (
-        torch.equal(out, again),
+        torch.equal(out, again) and torch.allclose(out, flexed, atol=1e-5),
         torch.allclose(whole, plain, atol=1e-5),
         torch.allclose(nested, F.scaled_dot_product_attention(inner, inner, inner), atol=1e-5),
     )

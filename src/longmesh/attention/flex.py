@@ -67,7 +67,7 @@ def flex_attention(
         run = cast(Callable[..., Any], torch.compiler.disable(flex_attention))
         return run(query, key, value, *rest, return_aux=return_aux)
     wanted = Wanted.of(return_lse, return_aux)
-    cut = current_cut()
+    cut = current_cut(query.shape[-2])
     if cut is None:
         if query.shape[-2] != key.shape[-2]:
             by_torch = cast(Callable[..., Any], torch_flex_attention)

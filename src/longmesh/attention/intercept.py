@@ -65,7 +65,8 @@ class AttentionMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            if self._is_nested and args and args[0].shape[-2] != self.cut.num_tokens:
+            query = args[0] if args else kwargs["query"]
+            if self._is_nested and query.shape[-2] != self.cut.num_tokens:
                 return func(*args, **kwargs)
             return self.cut.attend(*args, **kwargs)
         if func in _ENGINE:

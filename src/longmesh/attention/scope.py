@@ -37,10 +37,10 @@ class _State:
 _state: ContextVar[_State] = ContextVar("longmesh_context_parallel", default=_State())  # noqa: B039 - a frozen value
 
 
-def current_cut() -> CutSequence | None:
-    """The sequence of the innermost open scope."""
-    modes = _state.get().modes
-    return modes[-1].cut if modes else None
+def current_cut(num_tokens: int | None = None) -> CutSequence | None:
+    """The sequence of the innermost open scope, or of the innermost one where this rank has so many tokens."""
+    cuts = [mode.cut for mode in reversed(_state.get().modes)]
+    return next((cut for cut in cuts if cut.num_tokens == num_tokens), cuts[0] if cuts else None)
 
 
 def set_default_exchange(exchange: str) -> None:
