@@ -24,9 +24,24 @@ from longmesh.attention.kernel.tiled import Shape, TiledKernel
 _aten = torch.ops.aten
 _EVERYTHING = 1 << 40
 _BANDS = Tiling(
-    rows=_EVERYTHING, narrow_rows=1, widest_mask=_EVERYTHING, widest_triangle=_EVERYTHING, small_rows=0
+    rows=_EVERYTHING,
+    narrow_rows=_EVERYTHING,
+    bands=(),
+    widest_mask=_EVERYTHING,
+    widest_triangle=_EVERYTHING,
+    small_rows=0,
 )
-_MASKS = Tiling(rows=1024, narrow_rows=512, widest_mask=8192, widest_triangle=0, small_rows=128, pad=32)
+_MASKS = Tiling(
+    rows=1024,
+    narrow_rows=512,
+    bands=((1024, 512),),
+    widest_mask=8192,
+    widest_triangle=0,
+    small_rows=128,
+    pad=32,
+    batch_rows=1 << 14,
+    batch_keys=1 << 14,
+)
 
 
 def _refuses_device(need: Need, dtypes: tuple[torch.dtype, ...]) -> str | None:
@@ -41,7 +56,7 @@ class CudaFlash(TiledKernel):
     """FlashAttention: one call per block, its band as a window."""
 
     name = "cuda_flash"
-    tiling = _BANDS
+    tiling = backward_tiling = _BANDS
     takes_bands = True
     pad_head_dim_to = 8
 
@@ -91,7 +106,7 @@ class CudaEfficient(TiledKernel):
     """Memory-efficient attention: masks and biases as a tensor, fp32 too."""
 
     name = "cuda_efficient"
-    tiling = _MASKS
+    tiling = backward_tiling = _MASKS
     pad_head_dim_to = 8
 
     def refuses(self, need: Need) -> str | None:
@@ -137,7 +152,7 @@ class CudaCudnn(TiledKernel):
     """cuDNN's fused attention: masks as a tensor, shared key/value heads."""
 
     name = "cuda_cudnn"
-    tiling = _MASKS
+    tiling = backward_tiling = _MASKS
     pad_head_dim_to = 8
 
     def refuses(self, need: Need) -> str | None:

@@ -15,8 +15,10 @@ similar size (short documents) become one call over a padded copy.
 Measured on the CPU kernel, per (row, key) pair of 8 heads: 30 ns from 192 rows up, 35 at 128, 40 at
 64; a mask tensor adds 3-5 %, so strips with a mask beat triangles that have to be merged; causal mode
 skips keys by 512, so it pays only for long triangles; padding pays only for tiles so short that the
-call itself costs more. The pitfall: a call must never have a row that sees
-no key (the kernel reports lse 0 for it), hence `trim`.
+call itself costs more. The strips of a window are all in one call and have one mask, so that in forward
+short ones, which see few keys in vain, are best; in backward each strip's key gradients have to be added
+up. The pitfall: a call must never have a row that sees no key (the kernel reports lse 0 for it), hence
+`trim`.
 """
 
 from __future__ import annotations
@@ -29,15 +31,18 @@ from longmesh.attention.block import UNBOUNDED, Block
 
 
 class Tiling(NamedTuple):
-    """The measured constants of a kernel; the defaults are the CPU flash kernel's."""
+    """The measured constants of a kernel; the defaults are those of the CPU flash kernel's forward."""
 
     rows: int = 192  # rows of a strip
-    narrow_rows: int = 128  # rows of a strip of a band narrower than `narrow_rows * 2`
+    narrow_rows: int = 128  # rows of a strip of fewer than `narrow_rows * 2` keys
+    bands: tuple[tuple[int, int], ...] = ((1536, 32),)  # (width up to this, rows of a strip) of a window
     widest_mask: int = 2560  # keys up to which one mask over the whole strip beats cutting off its edges
     widest_triangle: int = 896  # keys up to which strips beat the kernel's causal mode
     small_rows: int = 32  # tiles with fewer rows than this (and twice the keys) are padded and batched
     pad: int = 8  # to multiples of this
-    batch_keys: int = 1 << 14  # key rows one batched call may touch: bounds its temporary memory
+    padded_keys: int = 1 << 14  # key rows that one call may copy: bounds its temporary memory
+    batch_rows: int = 1 << 12  # query rows of one call over strided views: bounds its result
+    batch_keys: int = 1 << 18  # key rows of one call over strided views: in backward each has a gradient
     mask_elements: int = 1 << 20  # elements of a mask that a function is asked for at a time
 
 
@@ -114,11 +119,9 @@ def cut(block: Block, tiling: Tiling) -> list[Tile]:
         return [tile]
     if right and not left and tile.keys > tiling.widest_triangle:
         return _rectangle_and_triangle(tile, tiling)
-    width = tile.hi - tile.lo if left and right else tile.keys
-    rows = tiling.narrow_rows if width < 2 * tiling.narrow_rows else tiling.rows
-    if width <= tiling.widest_mask:
-        return _strips(tile, rows)
-    return [piece for strip in _strips(tile, rows) for piece in _edges_apart(strip)]
+    if left and right:
+        return _window(tile, tiling)
+    return _masked_strips(tile, tile.keys, _rows_for(tile.keys, tiling), tiling)
 
 
 def _block(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Block:
@@ -127,6 +130,38 @@ def _block(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Block:
     lo = -UNBOUNDED if tile.lo == -UNBOUNDED else tile.lo + shift
     hi = UNBOUNDED if tile.hi == UNBOUNDED else tile.hi + shift
     return Block(q0, q1, k0, k1, lo, hi, tile.elementwise)
+
+
+def _rows_for(keys: int, tiling: Tiling) -> int:
+    return tiling.narrow_rows if keys < 2 * tiling.narrow_rows else tiling.rows
+
+
+def _masked_strips(tile: Tile, width: int, rows: int, tiling: Tiling) -> list[Tile]:
+    """Strips with a mask over each; where a row sees so much that a mask is dear, with one over its edges only."""
+    strips = _strips(tile, rows)
+    return (
+        strips
+        if width <= tiling.widest_mask
+        else [piece for strip in strips for piece in _edges_apart(strip)]
+    )
+
+
+def _window(tile: Tile, tiling: Tiling) -> list[Tile]:
+    """A band with two edges: the rows that see all its width in equal strips; those at its ends see less."""
+    width = tile.hi - tile.lo
+    rows = next((rows for widest, rows in tiling.bands if width <= widest), tiling.rows)
+    start, stop = max(0, -tile.lo), min(tile.rows, tile.keys - tile.hi)
+    if stop - start < 2 * rows:
+        return _masked_strips(tile, width, _rows_for(width, tiling), tiling)
+    q, end, k_end = tile.q, tile.q + tile.rows, tile.k + tile.keys
+    found = [
+        t
+        for steady in as_tile(_block(tile, q + start, q + stop, tile.k, k_end))
+        for t in _masked_strips(steady, width, rows, tiling)
+    ]
+    for low, high in ((q, q + start), (q + stop, end)):
+        found += cut(_block(tile, low, high, tile.k, k_end), tiling)
+    return found
 
 
 def _strips(tile: Tile, rows: int) -> list[Tile]:
@@ -209,11 +244,13 @@ def _group_key(tile: Tile, tiling: Tiling) -> tuple[tuple, bool]:
 
 def _fits(group: list[Tile], tile: Tile, key: tuple, tiling: Tiling) -> bool:
     """Whether `tile` can join: rows disjoint and ascending, and (unless padded) a constant step."""
-    last, padded = group[-1], key[-1]
-    if tile.q < last.q + last.rows or (len(group) + 1) * key[1] > tiling.batch_keys:
+    last, padded, count = group[-1], key[-1], len(group) + 1
+    if tile.q < last.q + last.rows:
         return False
     if padded:
-        return True
+        return count * key[1] <= tiling.padded_keys
+    if count * key[0] > tiling.batch_rows or count * key[1] > tiling.batch_keys:
+        return False
     step_q, step_k = tile.q - last.q, tile.k - last.k
     if len(group) == 1:
         return step_k > 0

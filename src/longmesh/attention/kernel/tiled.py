@@ -3,7 +3,8 @@
 Shapes: B batch, H query heads, G key/value heads, X heads with the batch folded in, S query rows,
 K key rows, N tiles of a call, L and M rows and keys of a tile, D head dim (of q and k; E of v).
 
-A fused kernel is two functions on the tiles of one call, `attend` and `differentiate`, and a tiling.
+A fused kernel is two functions on the tiles of one call, `attend` and `differentiate`, and a tiling
+for each.
 Batch and heads are folded into one dim, so that the batch dim is free for tiles; query head x uses
 key/value head ``x // (H / G)`` after folding just as before. The pitfalls handled here for all of
 them: no call is ever empty, nor has a batch of none; the narrower of q's and v's head dim is padded with
@@ -49,6 +50,7 @@ class TiledKernel(Kernel):
     """A fused kernel: subclasses say how tiles are cut, in which dtype they compute, and call the two ops."""
 
     tiling: Tiling
+    backward_tiling: Tiling
     takes_bands: bool = False  # whether `attend` masks by lo and hi itself
     pad_head_dim_to: int = 1
 
@@ -85,7 +87,7 @@ class TiledKernel(Kernel):
         q, k, v = self._operands(q_BHSD, k_BGKD, v_BGKE)
         factor, scale = _safe_scale(score.scale_for(D))
         q = q if factor == 1.0 else q * factor
-        calls = self._calls(blocks, score)
+        calls = _calls(blocks, score, self.tiling)
         shapes = _Shapes(score, where, (B, H), q, scale, self.takes_bands)
         whole = fresh and len(calls) == 1 and calls[0].q_starts == (0,) and calls[0].rows == S
         if not whole and state is None:
@@ -108,7 +110,7 @@ class TiledKernel(Kernel):
 
     def backward(self, work: Work, final: Final, gradients: Gradients) -> None:
         q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
-        calls = self._calls(blocks, score)
+        calls = _calls(blocks, score, self.backward_tiling)
         if not calls or q_BHSD.numel() == 0:
             return
         B, H, _, D = q_BHSD.shape
@@ -132,17 +134,18 @@ class TiledKernel(Kernel):
             add_tiles_(dk, tiles[1][..., :D], call.k_starts, keys)
             add_tiles_(dv, tiles[2][..., :E], call.k_starts, keys)
 
-    def _calls(self, blocks: Sequence[Block], score: Score) -> tuple[Call, ...]:
-        """The lowered blocks. A bias differs from tile to tile, so its blocks are asked for one by one."""
-        if score.bias is not None:
-            blocks = [block._replace(elementwise=True) for block in blocks]
-        return lower(tuple(blocks), self.tiling)
-
     def _operands(self, q_BHSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> list[Tensor]:
         """Folded to (X, rows, dim), in the dtype of the kernel, and padded to one head dim."""
         width = max(q_BHSD.shape[-1], v_BGKE.shape[-1])
         width = -(-width // self.pad_head_dim_to) * self.pad_head_dim_to
         return [_operand(t, width, self.compute_dtype(t.dtype)) for t in (q_BHSD, k_BGKD, v_BGKE)]
+
+
+def _calls(blocks: Sequence[Block], score: Score, tiling: Tiling) -> tuple[Call, ...]:
+    """The lowered blocks. A bias differs from tile to tile, so its blocks are asked for one by one."""
+    if score.bias is not None:
+        blocks = [block._replace(elementwise=True) for block in blocks]
+    return lower(tuple(blocks), tiling)
 
 
 def _safe_scale(scale: float) -> tuple[float, float]:
