@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import longmesh
 from longmesh import Replicate, Shard, distribute_tensor
+from longmesh.attention import masks
 from longmesh.attention.cut_block_mask import create_block_mask_cached, rewrite_mask_mod
 from longmesh.attention.flex import create_cp_block_mask, flex_attention
 from longmesh.errors import LongmeshError
@@ -220,10 +221,17 @@ def masks_again(ranks: int) -> bool:
             assert create_cp_block_mask(own_documents, None, None, length, length, mesh) is mine
             return context_parallel_unshard(mesh, [flex_attention(*parts, block_mask=mine)], [2])[0]
 
+    kept = masks.mask_mod(own_documents) & masks.full()
+
+    def attend_with_mask() -> torch.Tensor:
+        with context_parallel(mesh, buffers=[torch.zeros(length)], buffer_seq_dims=[0], mask=kept):
+            return context_parallel_unshard(mesh, [F.scaled_dot_product_attention(*parts)], [2])[0]
+
     for _ in range(2):
         seen = document[:, None] == document
         expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         torch.testing.assert_close(attend(), expected)
+        torch.testing.assert_close(attend_with_mask(), expected)
         document.copy_(document.flip(0).clone())
     return True
 

@@ -59,7 +59,8 @@ def cut_over(
     """A sequence cut over the mesh: head-tail unless a layout is given. The same one for the same arguments, so a scope
     that is opened at every step is planned, and a model inside it compiled, once."""
     how = layout_of(layout) if layout is not None else Zigzag()
-    return _cut_over(comm_of(mesh), seq_len, mask, how, exchange or _state.get().exchange)
+    seen = mask.current() if isinstance(mask, Mask) else mask
+    return _cut_over(comm_of(mesh), seq_len, seen, how, exchange or _state.get().exchange)
 
 
 @functools.lru_cache(maxsize=64)

@@ -43,6 +43,15 @@ class Mask(abc.ABC):
         """`(lo, hi)` if the mask is one diagonal band whatever the length, else None."""
         return None
 
+    def current(self) -> "Mask":
+        """The mask as what its functions captured is now: the key under which plans are kept."""
+        names = [f.name for f in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else []
+        inner = {name: getattr(self, name) for name in names if isinstance(getattr(self, name), Mask)}
+        changed = {name: mask.current() for name, mask in inner.items()}
+        if all(changed[name] is mask for name, mask in inner.items()):
+            return self
+        return dataclasses.replace(self, **changed)  # pyright: ignore[reportArgumentType]
+
     def __and__(self, other: "Mask") -> "Mask":
         return Both(self, _checked(other, "&"))
 

@@ -30,7 +30,7 @@ _PAIRS_AT_ONCE = 1 << 21
 
 @dataclasses.dataclass(frozen=True)
 class MaskMod(Mask):
-    """`state` tells apart what the function captured: a plan is kept for equal masks."""
+    """`state` tells apart what the function captured when it was last looked at: plans are kept for equal masks."""
 
     fn: Callable
     block: int = 128
@@ -46,6 +46,10 @@ class MaskMod(Mask):
         strips = [(q, min(q + step, seq_len)) for q in range(0, seq_len, step)]
         kinds = [_classify(self, strip, seq_len, row, num_heads) for strip in strips]
         return slices_of_blocks(np.concatenate(kinds), self.block, self.block, seq_len)
+
+    def current(self) -> Mask:
+        state = captured_state(self.fn)
+        return self if state == self.state else dataclasses.replace(self, state=state)
 
     def visible(self, b, h, q_idx, kv_idx):
         return self.fn(b, h, q_idx, kv_idx)

@@ -64,7 +64,7 @@ def plan_attention(
     request = Request(
         inner=inner,
         outer=outer,
-        mask=causal() if mask is None else _checked_mask(mask),
+        mask=causal() if mask is None else _checked_mask(mask).current(),
         layout=layout_of(layout),
         exchange=exchange_of(exchange),
         **_checked_counts(counts),
