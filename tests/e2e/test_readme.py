@@ -19,18 +19,3 @@ def test_the_example_prints_what_the_readme_says(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     assert [line.rstrip() for line in result.stdout.splitlines()] == printed.group(1).splitlines()
-
-
-def test_the_demo_checks_itself_and_says_so():
-    command = [
-        sys.executable,
-        "-m",
-        "longmesh",
-        "run",
-        "--ranks",
-        "4",
-        str(ROOT / "examples" / "layouts_demo.py"),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "6 moves, each checked on 4 ranks" in result.stdout
