@@ -111,7 +111,7 @@ def write_report(
     said = describe(summary, baseline)
     page = out / "report.html"
     page.write_text(make_page(summary, baseline, plan, said), encoding="utf-8")
-    return "\n".join([*said, f"page: {page.absolute()}"])
+    return "\n".join([f"page: {page.absolute()}", *said])
 
 
 def describe(summary: Summary, baseline: Summary | None) -> list[str]:

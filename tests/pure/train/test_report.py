@@ -49,7 +49,8 @@ def test_the_page_stands_alone_and_has_every_picture(tmp_path):
     options = TrainOptions(context=2, steps=3, seq_len=1000, out=str(tmp_path / "new"))
     said = write_report(TWO, ONE, plan_of_two(), options)
     page = (tmp_path / "new" / "report.html").read_text()
-    assert said.splitlines()[-1] == f"page: {tmp_path / 'new' / 'report.html'}"
+    assert said.splitlines()[0] == f"page: {tmp_path / 'new' / 'report.html'}"
+    assert said.splitlines()[-1] == describe(TWO, ONE)[-1]
     assert len(pictures(page)) == 5
     assert "largest difference from the one-process loss: 1.0e-05" in page
     assert "attention over 1000 tokens on 2 ranks: documents(" in page
