@@ -27,7 +27,7 @@ class CpuFlash(TiledKernel):
 
     name = "cpu_flash"
     tiling = Tiling()
-    backward_tiling = Tiling(bands=((256, 64), (768, 128)), widest_triangle=1152, batch_keys=1 << 12)
+    backward_tiling = Tiling(bands=((256, 64), (768, 128)), widest_triangle=1152, batch_keys=1 << 14)
 
     def refuses(self, need: Need) -> str | None:
         if need.device != "cpu":

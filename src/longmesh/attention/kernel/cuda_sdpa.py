@@ -39,7 +39,6 @@ _MASKS = Tiling(
     widest_triangle=0,
     small_rows=128,
     pad=32,
-    padded_keys=1 << 14,
     batch_rows=1 << 14,
     batch_keys=1 << 14,
 )

@@ -40,8 +40,8 @@ class Tiling(NamedTuple):
     widest_triangle: int = 896  # keys up to which strips beat the kernel's causal mode
     small_rows: int = 32  # tiles with fewer rows than this (and twice the keys) are padded and batched
     pad: int = 8  # to multiples of this
-    padded_keys: int = 1 << 10  # key rows that one call may copy: few enough to stay in the cache
-    batch_rows: int = 1 << 11  # query rows of one call over strided views: bounds its result
+    padded_keys: int = 1 << 14  # key rows that one call may copy: bounds its temporary memory
+    batch_rows: int = 1 << 12  # query rows of one call over strided views: bounds its result
     batch_keys: int = 1 << 18  # key rows of one call over strided views: in backward each has a gradient
     mask_elements: int = 1 << 20  # elements of a mask that a function is asked for at a time
 
