@@ -59,7 +59,8 @@ def record(script: Path, options: list[str], results: Path) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
-            lines.append(line.rstrip())
+            if not line.startswith("USDT:"):  # the profiler's own log
+                lines.append(line.rstrip())
     if process.returncode:
         sys.exit(f"{script.name} ended with {process.returncode}; nothing is written")
     shown = f"python benchmarks/{script.name} {shlex.join(options)}".rstrip()
