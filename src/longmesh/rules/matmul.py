@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from longmesh.rules.pointwise import AVG, cut_of
+from longmesh.errors import LongmeshError
+from longmesh.rules.pointwise import AVG, broadcast, cut_of
 from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, P, R, Rule, S, contiguous, line
 from longmesh.spec import Partial, Placement, Shard
 
@@ -67,18 +68,29 @@ def added_rule(equation: str) -> Rule:
         return lines
 
     def out_meta(call: OpCall) -> tuple[OutMeta, ...]:
-        return (contiguous(_shape(call, operands, result, 1)),)
+        shape = tuple(_shape(call, operands, result, 1))
+        if broadcast([call.tensors[0].shape, shape]) != shape:
+            refuse_product(call)
+        return (contiguous(shape),)
 
     return Rule(rule, out_meta)
 
 
 def _shape(call: OpCall, operands: list[str], result: str, first: int) -> list[int]:
-    sizes = {
-        letter: size
-        for operand, meta in zip(operands, call.tensors[first:], strict=True)
-        for letter, size in zip(operand, meta.shape, strict=True)
-    }
+    sizes: dict[str, int] = {}
+    for operand, meta in zip(operands, call.tensors[first:], strict=True):
+        for letter, size in zip(operand, meta.shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                refuse_product(call)
     return [sizes[letter] for letter in result]
+
+
+def refuse_product(call: OpCall) -> NoReturn:
+    """Of the whole, on every rank: parts of operands that don't fit may well fit on some."""
+    shapes = ", ".join(str(tuple(meta.shape)) for meta in call.tensors)
+    raise LongmeshError(
+        f"{call.func}: shapes {shapes} don't fit together; the sizes that are multiplied must be equal"
+    )
 
 
 def linear_lines(call: OpCall) -> list[AxisRule]:
@@ -92,14 +104,18 @@ def linear_lines(call: OpCall) -> list[AxisRule]:
     lines: list[AxisRule] = []
     for inputs, output in products:
         is_pending = isinstance(output, Partial)
-        bias = output if is_pending else S(0) if inputs[1] == S(0) and weight.ndim == 2 else R
+        is_cut = inputs[1] == S(0) and weight.ndim == 2 and call.tensors[2].shape == weight.shape[:1]
+        bias = output if is_pending else S(0) if is_cut else R
         lines.append(line([*inputs, bias], output))
     return lines
 
 
 def linear_meta(call: OpCall) -> tuple[OutMeta, ...]:
-    x, weight = call.tensors[:2]
-    return (contiguous((*x.shape[:-1], *weight.shape[:-1])),)
+    x, weight, *bias = call.tensors
+    shape = (*x.shape[:-1], *weight.shape[:-1])
+    if x.shape[-1] != weight.shape[-1] or any(broadcast([b.shape, shape]) != shape for b in bias):
+        refuse_product(call)
+    return (contiguous(shape),)
 
 
 def trilinear_lines(call: OpCall) -> list[AxisRule]:

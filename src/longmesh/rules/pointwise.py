@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from longmesh.errors import LongmeshError
 from longmesh.rules.rule import (
     AxisRule,
     Meta,
@@ -43,11 +44,18 @@ def broadcast_shape(call: OpCall) -> Shape:
 
 
 def broadcast(shapes: Sequence[Shape]) -> Shape:
+    """The shape that all of `shapes` broadcast to. Parts of sizes that don't fit may well fit on some ranks, so it is
+    here, of the whole, that they are refused."""
     ndim = max(map(len, shapes), default=0)
     result = [1] * ndim
     for shape in shapes:
         for dim, size in enumerate(shape, ndim - len(shape)):
             if size != 1:
+                if result[dim] not in (1, size):
+                    raise LongmeshError(
+                        f"shapes {', '.join(str(tuple(x)) for x in shapes)} don't broadcast: in dim {dim} of {ndim} "
+                        f"sizes {result[dim]} and {size} meet; sizes must be equal, or 1"
+                    )
                 result[dim] = size
     return tuple(result)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from longmesh.rules.matmul import product_lines
+from longmesh.rules.matmul import product_lines, refuse_product
 from longmesh.rules.pointwise import AVG, broadcast
 from longmesh.rules.rule import (
     AxisRule,
@@ -34,7 +34,7 @@ from longmesh.rules.rule import (
 )
 from longmesh.spec import Placement
 
-BATCH = "abcdefgh"
+BATCH = "abcdefghijlopqrstuvwz"  # but for the letters of rows, columns and features
 
 
 def matmul_letters(a: Meta, b: Meta) -> tuple[str, str, str]:
@@ -64,6 +64,8 @@ def matmul_lines(call: OpCall) -> list[AxisRule]:
 
 def matmul_meta(call: OpCall) -> tuple[OutMeta, ...]:
     a, b = call.tensors
+    if a.shape[-1] != b.shape[-2 if b.ndim > 1 else -1]:
+        refuse_product(call)
     rows, columns = a.shape[-2:-1] if a.ndim > 1 else (), b.shape[-1:] if b.ndim > 1 else ()
     return (contiguous((*_batch_shape(a, b), *rows, *columns)),)
 
