@@ -155,8 +155,8 @@ def test_tree_table_and_chrome_trace(pool, tmp_path):
     assert block["ts"] <= first["ts"] and first["ts"] + first["dur"] <= block["ts"] + block["dur"]
     assert "test_debug_comm_mode.py" in first["args"]["call_site"]
     assert "Model (Model)" in tree and "c10d_functional.all_reduce x1" in tree and "ms waited" in tree
-    assert "aten.mm.default" not in tree
-    assert "aten.mm.default  (3, 4), (4, 5)  S(1), S(0) on MeshShape(tp=2)" in table
+    assert "aten.linear_backward.default" not in tree
+    assert "aten.linear_backward.default  (3, 4), (3, 5), (5, 4)  S(1), R, S(1) on MeshShape(tp=2)" in table
     assert "aten.t.default" not in table and "aten.t.default" in noisy
 
 

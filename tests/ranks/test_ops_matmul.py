@@ -7,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 
 from longmesh import Partial, Replicate, Shard
 from longmesh.comm import record_comm
-from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
 from longmesh.testing import cpu_mesh
 from support.op_check import compare_op, distribute
@@ -188,33 +187,3 @@ def test_what_sends_nothing(pool):
         "S(1)",
         "S(1)",
     ]
-
-
-def misfits():
-    """Parts of these fit on some of the ranks, so only the whole shapes can tell."""
-    mesh = cpu_mesh(3)
-
-    def place(shape, placement):
-        return distribute(of(*shape), mesh, Layout(mesh, [placement]))
-
-    programs = [
-        lambda: place((5, 4), Shard(1)) @ place((5, 3), Shard(0)),
-        lambda: torch.addmm(place((4,), Shard(0)), place((2, 4), Shard(1)), place((4, 5), Replicate())),
-        lambda: functional.linear(place((2, 4), Shard(1)), place((3, 5), Shard(1))),
-        lambda: functional.linear(place((2, 6, 4), Shard(1)), place((3, 5), Replicate())),
-        lambda: functional.linear(
-            place((2, 6, 4), Shard(1)), place((3, 4), Replicate()), place((5,), Shard(0))
-        ),
-        lambda: place((2, 4, 3, 3), Shard(1)) @ place((2, 5, 3, 3), Shard(1)),
-        lambda: place((2, 6, 5, 4), Shard(1)) @ place((2, 6, 5, 3), Shard(1)),
-        lambda: place((4,), Shard(0)) + place((5,), Shard(0)),
-        lambda: torch.addcmul(place((4,), Shard(0)), place((5,), Shard(0)), place((4,), Shard(0))),
-    ]
-    for program in programs:
-        with pytest.raises(LongmeshError, match=r"don't (fit together|broadcast)"):
-            program()
-    return len(programs)
-
-
-def test_shapes_that_do_not_fit_are_refused_on_every_rank(pool):
-    assert pool.run(misfits, ranks=3) == [9] * 3

@@ -15,7 +15,20 @@ from typing import Any
 import torch
 
 from longmesh.rules import spatial
-from longmesh.rules.rule import AxisRule, LocalView, Meta, OpCall, OutMeta, P, R, Rule, S, contiguous, line
+from longmesh.rules.rule import (
+    AxisRule,
+    LocalView,
+    Meta,
+    OpCall,
+    OutMeta,
+    P,
+    R,
+    Rule,
+    S,
+    contiguous,
+    line,
+    refuse_shapes,
+)
 from longmesh.rules.window import transposed_size, window_size
 from longmesh.spec import Partial, Placement
 
@@ -96,7 +109,13 @@ def _whole_groups(call: OpCall) -> tuple[int, int, int]:
 
 
 def forward_meta(call: OpCall) -> tuple[OutMeta, ...]:
-    x, weight = call.tensors[:2]
+    x, weight, *bias = call.tensors
+    channels = weight.shape[1] * call["groups"] if call["transposed"] else weight.shape[0]
+    read = weight.shape[0] if call["transposed"] else weight.shape[1] * call["groups"]
+    if x.ndim != weight.ndim or x.shape[1] != read or (bias and bias[0].shape != (channels,)):
+        refuse_shapes(
+            call, f"the weight is for {read} channels in and {channels} out, in groups of {call['groups']}"
+        )
     sizes: list[int] = []
     for i, (size, kernel) in enumerate(zip(x.shape[2:], weight.shape[2:], strict=True)):
         stride, padding, dilation, extra = slide_of(call, i)
@@ -104,7 +123,6 @@ def forward_meta(call: OpCall) -> tuple[OutMeta, ...]:
             sizes.append(transposed_size(size, kernel, stride, padding, dilation, extra))
         else:
             sizes.append(window_size(size, kernel, stride, padding, dilation))
-    channels = weight.shape[1] * call["groups"] if call["transposed"] else weight.shape[0]
     shape = (x.shape[0], channels, *sizes)
     return (channels_last(shape) if is_channels_last(x) or is_channels_last(weight) else contiguous(shape),)
 

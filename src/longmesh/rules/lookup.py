@@ -15,7 +15,18 @@ from typing import Any
 
 import torch
 
-from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, R, Rule, S, contiguous, line
+from longmesh.rules.rule import (
+    AxisRule,
+    LocalView,
+    OpCall,
+    OutMeta,
+    R,
+    Rule,
+    S,
+    contiguous,
+    line,
+    refuse_shapes,
+)
 from longmesh.rules.view import PENDING
 from longmesh.spec import MaskPartial
 
@@ -141,6 +152,15 @@ def gather_lines(call: OpCall) -> list[AxisRule]:
 
 
 def gather_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    tensor, index = call.tensors
+    if tensor.ndim and index.ndim == tensor.ndim:
+        dim = call.dim()
+        if any(n > tensor.shape[d] for d, n in enumerate(index.shape) if d != dim):
+            refuse_shapes(call, f"but for dim {dim}, the index may be no larger than the tensor")
+    return (contiguous(index.shape),)
+
+
+def take_meta(call: OpCall) -> tuple[OutMeta, ...]:
     return (contiguous(call.tensors[1].shape),)
 
 
@@ -172,5 +192,5 @@ RULES: dict[str, Rule] = {
     "embedding.default": Rule(embedding_lines, embedding_meta, local_op=_embed_locally),
     "index_select.default": Rule(index_select_lines, index_select_meta, local_op=_select_locally),
     "gather.default": Rule(gather_lines, gather_meta, local_op=_gather_locally),
-    "take.default": Rule(take_lines, gather_meta),
+    "take.default": Rule(take_lines, take_meta),
 }

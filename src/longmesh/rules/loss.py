@@ -30,6 +30,7 @@ from longmesh.rules.rule import (
     Shape,
     contiguous,
     line,
+    refuse_shapes,
 )
 from longmesh.spec import Placement
 
@@ -78,11 +79,13 @@ def row_lines(call: OpCall) -> list[AxisRule]:
 
 def row_meta(call: OpCall) -> tuple[OutMeta, ...]:
     """One term a row, or one number; multilabel_margin_loss also says which classes are targets."""
-    names, meta = call.argument_names, call["self"]
+    names, meta, target = call.argument_names, call["self"], call["target"]
+    if meta.ndim == 2 and target.shape[:1] != meta.shape[:1]:
+        refuse_shapes(call, "rows and targets must be as many")
     if "grad_output" in names:
         return (contiguous(meta.shape),)
     terms = contiguous(meta.shape[: meta.ndim - 1] if call["reduction"] == NONE else ())
-    return (terms, contiguous(call["target"].shape)) if call.num_returns == 2 else (terms,)
+    return (terms, contiguous(target.shape)) if call.num_returns == 2 else (terms,)
 
 
 def row_share(call: OpCall, view: LocalView) -> Callable[..., Any] | None:

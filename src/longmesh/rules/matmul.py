@@ -15,9 +15,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from longmesh.errors import LongmeshError
 from longmesh.rules.pointwise import AVG, broadcast, cut_of
-from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, P, R, Rule, S, contiguous, line
+from longmesh.rules.rule import (
+    AxisRule,
+    LocalView,
+    OpCall,
+    OutMeta,
+    P,
+    R,
+    Rule,
+    S,
+    contiguous,
+    line,
+    refuse_shapes,
+)
 from longmesh.spec import Partial, Placement, Shard
 
 
@@ -86,11 +97,7 @@ def _shape(call: OpCall, operands: list[str], result: str, first: int) -> list[i
 
 
 def refuse_product(call: OpCall) -> NoReturn:
-    """Of the whole, on every rank: parts of operands that don't fit may well fit on some."""
-    shapes = ", ".join(str(tuple(meta.shape)) for meta in call.tensors)
-    raise LongmeshError(
-        f"{call.func}: shapes {shapes} don't fit together; the sizes that are multiplied must be equal"
-    )
+    refuse_shapes(call, "the sizes that are multiplied must be equal")
 
 
 def linear_lines(call: OpCall) -> list[AxisRule]:
@@ -104,10 +111,22 @@ def linear_lines(call: OpCall) -> list[AxisRule]:
     lines: list[AxisRule] = []
     for inputs, output in products:
         is_pending = isinstance(output, Partial)
+        is_split = inputs[1] == S(weight.ndim - 1) and x.shape[-1]
         is_cut = inputs[1] == S(0) and weight.ndim == 2 and call.tensors[2].shape == weight.shape[:1]
-        bias = output if is_pending else S(0) if is_cut else R
+        bias = R if is_split else output if is_pending else S(0) if is_cut else R
         lines.append(line([*inputs, bias], output))
     return lines
+
+
+def linear_op(call: OpCall, view: LocalView) -> Callable[..., torch.Tensor] | None:
+    """Where the features are split, the rank with the first of them adds the whole bias, the others none."""
+    if len(call.tensors) == 2 or view.input_offsets[0][-1] == 0:
+        return None
+    return _without_bias
+
+
+def _without_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight)
 
 
 def linear_meta(call: OpCall) -> tuple[OutMeta, ...]:
@@ -181,7 +200,7 @@ RULES: dict[str, Rule] = {
     "addbmm.default": added_rule("bij,bjk->ik"),
     "addmv.default": added_rule("ij,j->i"),
     "addr.default": added_rule("i,j->ij"),
-    "linear.default": Rule(linear_lines, linear_meta, reads_sizes=False),
+    "linear.default": Rule(linear_lines, linear_meta, local_op=linear_op, reads_sizes=False),
     "_trilinear.default": Rule(trilinear_lines),
     "_cdist_forward.default": Rule(distance_lines),
     "_cdist_backward.default": Rule(distance_backward_lines, local_op=distance_backward_op),

@@ -46,6 +46,8 @@ def broadcast_shape(call: OpCall) -> Shape:
 def broadcast(shapes: Sequence[Shape]) -> Shape:
     """The shape that all of `shapes` broadcast to. Parts of sizes that don't fit may well fit on some ranks, so it is
     here, of the whole, that they are refused."""
+    if len(shapes) == 1:
+        return shapes[0]
     ndim = max(map(len, shapes), default=0)
     result = [1] * ndim
     for shape in shapes:
@@ -243,8 +245,7 @@ def lookup(call: OpCall) -> list[AxisRule]:
 
 def pointwise_meta(call: OpCall) -> tuple[OutMeta, ...]:
     """Broadcast shape, and the strides that torch gives the result."""
-    outputs = call.func._schema.returns  # pyright: ignore[reportPrivateUsage]
-    return (elementwise_meta(broadcast_shape(call), call.tensors),) * len(outputs)
+    return (elementwise_meta(broadcast_shape(call), call.tensors),) * call.num_returns
 
 
 def first_meta(call: OpCall) -> tuple[OutMeta, ...]:

@@ -12,6 +12,7 @@ broadcasts is no letter: "." stands in its place.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -107,30 +108,43 @@ def _letters(call: OpCall) -> tuple[str, str, str]:
 
 
 def gradient_lines(
-    grad: str, operands: Sequence[str], gradients: Sequence[str], order: Sequence[int], mask: Sequence[bool]
+    grad: str,
+    operands: Sequence[str],
+    gradients: Sequence[str],
+    order: Sequence[int],
+    mask: Sequence[bool],
+    unread: Sequence[int] = (),
 ) -> list[AxisRule]:
-    """Lines of a product's backward step: of (grad, *operands) in the op's `order` -> gradients asked for."""
+    """Lines of a product's backward step: of (grad, *operands) in the op's `order` -> gradients asked for. Tensors that
+    are `unread` may lie anyhow."""
 
-    def made(inputs: Sequence[Placement], outputs: Sequence[Placement]) -> AxisRule:
+    def made(inputs: Sequence[Placement], outputs: Sequence[Placement]) -> None:
         wanted = [p for p, asked in zip(outputs, mask, strict=True) if asked]
-        return line([inputs[i] for i in order], wanted)
+        anyhow = [[R, P, *map(S, range(len(operands[i - 1])))] for i in unread]
+        for placements in itertools.product(*anyhow):
+            given = dict(enumerate(inputs)) | dict(zip(unread, placements, strict=True))
+            lines.append(line([given[i] for i in order], wanted))
 
     lines: list[AxisRule] = []
     for letter in dict.fromkeys("".join([grad, *operands]).replace(".", "")):
         inputs = [S(t.index(letter)) if letter in t else R for t in (grad, *operands)]
         summed = P if letter in grad else R
-        lines.append(made(inputs, [S(t.index(letter)) if letter in t else summed for t in gradients]))
+        made(inputs, [S(t.index(letter)) if letter in t else summed for t in gradients])
     for pending in (P, AVG):
-        lines.append(made([pending, R, R], [pending] * len(gradients)))
-        lines.append(made([R, pending, R], [R, pending, *[R] * (len(gradients) - 2)]))
-        lines.append(made([R, R, pending], [pending, R, *[R] * (len(gradients) - 2)]))
+        made([pending, R, R], [pending] * len(gradients))
+        made([R, pending, R], [R, pending, *[R] * (len(gradients) - 2)])
+        made([R, R, pending], [pending, R, *[R] * (len(gradients) - 2)])
+    if unread:
+        made([R, R, R], [R] * len(gradients))
     return lines
 
 
 def linear_backward_lines(call: OpCall) -> list[AxisRule]:
     """linear_backward(self, grad_output, weight, output_mask)."""
     x = BATCH[: call.tensors[0].ndim - 1] + "x"
-    return gradient_lines(x[:-1] + "y", [x, "yx"], [x, "yx", "y"], (1, 0, 2), call["output_mask"])
+    mask = call["output_mask"]
+    unread = [i for i, other in ((1, 1), (2, 0)) if not mask[other]]  # each is read for the other's gradient
+    return gradient_lines(x[:-1] + "y", [x, "yx"], [x, "yx", "y"], (1, 0, 2), mask, unread)
 
 
 def linear_backward_meta(call: OpCall) -> tuple[OutMeta, ...]:

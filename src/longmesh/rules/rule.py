@@ -12,13 +12,15 @@ valid and never listed. The dispatcher combines the axes, and a test checks ever
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._ops import OpOverload  # pyright: ignore[reportPrivateUsage]
 
+from longmesh.errors import LongmeshError
 from longmesh.spec import Partial, Placement, Replicate, Shard
 
 Shape = tuple[int, ...]
@@ -60,12 +62,11 @@ class OpCall:
     outputs: tuple[OutMeta, ...] = field(default=())
 
     def __getitem__(self, name: str) -> Any:
-        for position, argument in enumerate(self.func._schema.arguments):  # pyright: ignore[reportPrivateUsage]
-            if argument.name == name:
-                if position < len(self.args):
-                    return self.args[position]
-                return self.kwargs.get(name, argument.default_value)
-        raise KeyError(f"{self.func} has no argument {name!r}")
+        found = _arguments(self.func).get(name)
+        if found is None:
+            raise KeyError(f"{self.func} has no argument {name!r}")
+        position, default = found
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
     @property
     def argument_names(self) -> list[str]:
@@ -73,7 +74,7 @@ class OpCall:
 
     @property
     def num_returns(self) -> int:
-        return len(self.func._schema.returns)  # pyright: ignore[reportPrivateUsage]
+        return _num_returns(self.func)
 
     def get(self, name: str, default: Any = None) -> Any:
         try:
@@ -94,6 +95,18 @@ class OpCall:
         if isinstance(given, int):
             given = (given,)
         return tuple(sorted(d % max(ndim, 1) for d in given))
+
+
+@functools.cache
+def _arguments(func: OpOverload) -> dict[str, tuple[int, Any]]:
+    """Where each argument of an op stands, and its default."""
+    arguments = func._schema.arguments  # pyright: ignore[reportPrivateUsage]
+    return {argument.name: (i, argument.default_value) for i, argument in enumerate(arguments)}
+
+
+@functools.cache
+def _num_returns(func: OpOverload) -> int:
+    return len(func._schema.returns)  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +170,12 @@ class Rule:
     reads_sizes: bool = True
 
 
+def refuse_shapes(call: OpCall, allowed: str) -> NoReturn:
+    """Of the whole, on every rank: parts of operands that don't fit may well fit on some, which would go on alone."""
+    shapes = ", ".join(str(tuple(meta.shape)) for meta in call.tensors)
+    raise LongmeshError(f"{call.func}: shapes {shapes} don't fit together; {allowed}")
+
+
 def line(inputs: Sequence[Placement], outputs: Sequence[Placement] | Placement, **extra: Any) -> AxisRule:
     """A line of a rule; a single output may be given as it is."""
     return AxisRule(tuple(inputs), (outputs,) if isinstance(outputs, Placement) else tuple(outputs), **extra)
@@ -168,7 +187,7 @@ def contiguous(shape: Sequence[int]) -> OutMeta:
     step = 1
     for size in reversed(shape):
         stride.append(step)
-        step = step * max(size, 1)
+        step = step * (size or 1)
     return OutMeta(tuple(shape), tuple(reversed(stride)))
 
 

@@ -6,7 +6,19 @@ another dim to cut). Searches and histograms take their values cut in any way.
 
 from __future__ import annotations
 
-from longmesh.rules.rule import AxisRule, Meta, OpCall, OutMeta, P, R, Rule, S, contiguous, line
+from longmesh.rules.rule import (
+    AxisRule,
+    Meta,
+    OpCall,
+    OutMeta,
+    P,
+    R,
+    Rule,
+    S,
+    contiguous,
+    line,
+    refuse_shapes,
+)
 from longmesh.spec import Partial, Placement
 
 
@@ -47,6 +59,13 @@ def bucket_lines(call: OpCall) -> list[AxisRule]:
     return [line([S(d), R], S(d)) for d in range(values.ndim)] if isinstance(values, Meta) else []
 
 
+def search_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    sequence, values = call["sorted_sequence"], call["self"]
+    if isinstance(values, Meta) and sequence.ndim > 1 and sequence.shape[:-1] != values.shape[:-1]:
+        refuse_shapes(call, "a sequence of several rows needs values of the same sizes but for the last")
+    return values_meta(call)
+
+
 def values_meta(call: OpCall) -> tuple[OutMeta, ...]:
     values = call["self"]
     return (contiguous(values.shape if isinstance(values, Meta) else ()),)
@@ -69,7 +88,7 @@ RULES: dict[str, Rule] = {
     "cumsum.default": Rule(linear_scan, same_shape),
     **dict.fromkeys(("cumprod.default", "logcumsumexp.default", "cummax.default", "cummin.default"), SCAN),
     **dict.fromkeys(("sort.default", "sort.stable", "topk.default"), Rule(other_dims)),
-    **dict.fromkeys(("searchsorted.Tensor", "searchsorted.Scalar"), Rule(search_lines, values_meta)),
+    **dict.fromkeys(("searchsorted.Tensor", "searchsorted.Scalar"), Rule(search_lines, search_meta)),
     **dict.fromkeys(("bucketize.Tensor", "bucketize.Scalar"), Rule(bucket_lines, values_meta)),
     "histc.default": Rule(histogram_lines, histogram_meta),
 }

@@ -14,8 +14,21 @@ import torch
 
 from longmesh.rules.index import Indexing
 from longmesh.rules.lookup import check_range
-from longmesh.rules.pointwise import cut_of
-from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, P, R, Rule, S, contiguous, like, line
+from longmesh.rules.pointwise import broadcast, cut_of
+from longmesh.rules.rule import (
+    AxisRule,
+    LocalView,
+    OpCall,
+    OutMeta,
+    P,
+    R,
+    Rule,
+    S,
+    contiguous,
+    like,
+    line,
+    refuse_shapes,
+)
 from longmesh.rules.view import LINEAR, PENDING
 
 
@@ -35,6 +48,34 @@ def first_meta(call: OpCall) -> tuple[OutMeta, ...]:
     tensor = call.tensors[0]
     dense = contiguous(tensor.shape)
     return (like(tensor) if tensor.stride == dense.stride else dense,)
+
+
+def index_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    """index_add and the like: a source has the tensor's sizes but for the dim that is indexed."""
+    tensor, index, *source = call.tensors
+    if source and source[0].ndim == tensor.ndim > 0:
+        shape = list(tensor.shape)
+        shape[call.dim()] = index.shape[0] if index.ndim else 1
+        if source[0].shape != tuple(shape):
+            refuse_shapes(call, f"the source must be of shape {tuple(shape)}")
+    return first_meta(call)
+
+
+def index_put_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    tensor, values = call.tensors[0], call.tensors[-1]
+    if not any(meta.dtype is torch.bool for meta in call.tensors[1:-1]):
+        place = Indexing(call["indices"], tensor.ndim).shape(tensor.shape)
+        if broadcast([values.shape, place]) != place:
+            refuse_shapes(call, f"the values must broadcast to what is indexed, {place}")
+    return first_meta(call)
+
+
+def select_scatter_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    tensor, source = call.tensors
+    dim = call.dim()
+    if source.shape != tensor.shape[:dim] + tensor.shape[dim + 1 :]:
+        refuse_shapes(call, "the source must have the tensor's sizes without the dim that is selected")
+    return first_meta(call)
 
 
 def _scatter_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
@@ -198,24 +239,26 @@ def diagonal_scatter_lines(call: OpCall) -> list[AxisRule]:
     return [line([S(d), S(o)], S(d)) for o, d in enumerate(rest)] + [line([p, p], p) for p in PENDING]
 
 
-def _along(lines: Callable[[OpCall], list[AxisRule]]) -> Rule:
-    return Rule(lines, first_meta, local_op=_scatter_locally)
+def _along(
+    lines: Callable[[OpCall], list[AxisRule]], meta: Callable[[OpCall], tuple[OutMeta, ...]] = first_meta
+) -> Rule:
+    return Rule(lines, meta, local_op=_scatter_locally)
 
 
-INDEX_PUT = Rule(index_put_lines, first_meta, local_op=_index_put_locally)
+INDEX_PUT = Rule(index_put_lines, index_put_meta, local_op=_index_put_locally)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("scatter.src", "scatter.value"), _along(scatter_lines(adds=False))),
     "scatter_add.default": _along(scatter_lines(adds=True)),
     **dict.fromkeys(("scatter.reduce", "scatter.value_reduce", "scatter_reduce.two"), _along(scatter_reduce_lines)),
-    "index_add.default": _along(index_lines(adds=True)),
-    "index_copy.default": _along(index_lines(adds=False)),
+    "index_add.default": _along(index_lines(adds=True), index_meta),
+    "index_copy.default": _along(index_lines(adds=False), index_meta),
     **dict.fromkeys(
         ("index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce.default"),
-        _along(index_lines(adds=False, linear=False)),
+        _along(index_lines(adds=False, linear=False), index_meta),
     ),
     **dict.fromkeys(("index_put.default", "_unsafe_index_put.default", "_index_put_impl.default"), INDEX_PUT),
     "slice_scatter.default": Rule(slice_scatter_lines, first_meta),
-    "select_scatter.default": Rule(select_scatter_lines, first_meta, local_op=_select_scatter_locally),
+    "select_scatter.default": Rule(select_scatter_lines, select_scatter_meta, local_op=_select_scatter_locally),
     "diagonal_scatter.default": Rule(diagonal_scatter_lines, first_meta),
 }  # fmt: skip

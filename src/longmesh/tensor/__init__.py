@@ -1,8 +1,9 @@
 """DTensor and its ops."""
 
 # First: the class and what works on it need each other, and this order lets them.
-from longmesh.tensor.dtensor import CutInside, DTensor  # isort: skip
+from longmesh.tensor.dtensor import DTensor, Factor  # isort: skip
 
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach_types
 
@@ -11,14 +12,17 @@ from longmesh.tensor.dispatch import dispatch as dispatcher
 from longmesh.tensor.distribute import distribute_module, distribute_tensor
 from longmesh.tensor.factory import empty, full, ones, rand, randn, zeros
 from longmesh.tensor.flex import flex_attention
+from longmesh.tensor.functions import take_weight
 from longmesh.tensor.ops import HANDLERS
 from longmesh.tensor.random import get_rng_state, manual_seed, set_rng_state
 
 dispatcher.handlers.update(HANDLERS)
 
 # torch's optimizers and clip_grad_norm_ take their foreach path for the types listed there.
-_optim_foreach_types.extend((DTensor, CutInside))
-_clip_foreach_types.extend((DTensor, CutInside))
+_optim_foreach_types.extend((DTensor, Factor))
+_clip_foreach_types.extend((DTensor, Factor))
+# A linear layer's weight is known for one as the layer gets it.
+register_module_parameter_registration_hook(take_weight)
 
 __all__ = [
     "DTensor",

@@ -33,6 +33,15 @@ from longmesh.tensor.meta import (
 
 
 @functools.lru_cache(maxsize=4096)
+def _layout_of_parts(
+    comm: MeshComm, placements: tuple[Placement, ...], ndim: int, dtype: torch.dtype
+) -> Layout:
+    layout = Layout(comm.shape, normalize_placements(placements, ndim, "from_local"))
+    check_averages(layout, dtype)
+    return layout
+
+
+@functools.lru_cache(maxsize=4096)
 def held_of_parts(
     comm: MeshComm,
     placements: tuple[Placement, ...],
@@ -41,10 +50,8 @@ def held_of_parts(
     dtype: torch.dtype,
 ) -> Held:
     """What equal parts of `shape` make up; `stride` of a part, None if it is contiguous."""
-    ndim = len(shape)
-    layout = Layout(comm.shape, normalize_placements(placements, ndim, "from_local"))
-    layout.check_ndim(ndim, shape)
-    check_averages(layout, dtype)
+    layout = _layout_of_parts(comm, placements, len(shape), dtype)
+    layout.check_ndim(len(shape), shape)
     whole = even_global_shape(layout, shape)
     strides = contiguous_stride(whole) if stride is None else stride_like(whole, stride)
     return hold(comm.mesh, layout, whole, strides, dtype)

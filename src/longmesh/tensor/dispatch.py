@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +23,10 @@ from torch.utils._mode_utils import no_dispatch
 from longmesh.errors import LongmeshError
 from longmesh.tensor.autograd import move, part_moved, settle_lookup
 from longmesh.tensor.direct import is_unseen
-from longmesh.tensor.dtensor import CutInside, DTensor, wrap as wrap_held
-from longmesh.tensor.held import hold
+from longmesh.tensor.dtensor import DTensor, Factor, wrap as wrap_held
+from longmesh.tensor.held import Held, hold
 from longmesh.tensor.op_key import describe, describe_named, exact_key
-from longmesh.tensor.op_plan import OpPlan, Output, is_pointwise, make_plan
+from longmesh.tensor.op_plan import OpPlan, Output, Recipe, is_pointwise, make_plan
 from longmesh.tensor.plain import (
     decomposing,
     on_whole_tensors,
@@ -53,17 +53,19 @@ class OpTable:
     """What is known of one op: its handler, and the plans of calls seen.
 
     `usual`: of calls that came in from outside, looked up before anything else. `plans`: of what handlers run by rule.
+    `recipes`: for calls that differ in sizes alone.
     `reads_floats`: whether a plan depends on the values of floats; a pointwise op's does only where a
     reduction is pending, and those plans are not among the usual ones.
     """
 
-    __slots__ = ("func", "handler", "plans", "reads_floats", "usual")
+    __slots__ = ("func", "handler", "plans", "reads_floats", "recipes", "usual")
 
     def __init__(self, func: OpOverload, handler: Handler | None) -> None:
         self.func = func
         self.handler = handler
         self.usual: dict[tuple[Any, ...], OpPlan] = {}
         self.plans: dict[tuple[Any, ...], OpPlan] = {}
+        self.recipes: dict[tuple[Any, ...], Recipe] = {}
         self.reads_floats = not is_pointwise(func)
 
 
@@ -75,7 +77,14 @@ class Dispatcher:
         self.handlers: dict[OpOverload, Handler] = {}
         self.warned: set[str] = set()
 
-    def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def from_torch(
+        self,
+        func: OpOverload,
+        types: Sequence[type] = (),
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """`__torch_dispatch__` of DTensors: torch calls this, with nothing in between."""
         table = self.tables.get(id(func)) or self._table(func)
         # Written out, since every op comes through here: see `describe` and `wrap`.
         parts: list[Any] = []
@@ -103,7 +112,7 @@ class Dispatcher:
         held = output.held
         if held.dtype is not local.dtype:
             held = hold(held.mesh, held.layout, held.shape, held.stride, local.dtype)
-        kind = CutInside if held.is_cut_inside else DTensor
+        kind = Factor if held.is_cut_inside else DTensor
         result = _make_wrapper(
             kind, held.shape, held.stride, 0, None, held.dtype, torch.strided, local.device, False, False
         )  # fmt: skip
@@ -112,6 +121,10 @@ class Dispatcher:
         if plan.is_view and (plan.is_copy or args[0]._origin is not None):
             remember_origin(result, func, args, kwargs or {})
         return result
+
+    def __call__(self, func: OpOverload, *args: Any) -> Any:
+        """An op on DTensors, as from torch."""
+        return self.from_torch(func, (), args)
 
     def _table(self, func: OpOverload) -> OpTable:
         table = self.tables[id(func)] = OpTable(func, self.handlers.get(func))
@@ -131,7 +144,7 @@ class Dispatcher:
         if result is USUAL:
             return self._run(table, args, kwargs, key)
         if type(result) is OpPlan:
-            self._keep(result, table, all_tensors((args, kwargs)), key, exact_key(args, kwargs))
+            self._keep(result, table, _helds(all_tensors((args, kwargs))), key, exact_key(args, kwargs))
             return self._execute(result, func, args, kwargs)
         if isinstance(result, DTensor) and result._origin is not None and args and result is args[0]:
             write_to_origin(result, move)
@@ -176,54 +189,58 @@ class Dispatcher:
         self, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...] | None
     ) -> Any:
         """`key`: under which the plan is to be found as a usual one; None for a handler's own calls."""
-        func, plan, exact = table.func, None, ()
-        if key is None or not table.reads_floats:
+        func, plan, exact = table.func, None, None
+        tensors = all_tensors((args, kwargs))
+        helds = _helds(tensors)
+        if key is None or (not table.reads_floats and (table.plans or _pends(helds))):
             exact = exact_key(args, kwargs)
-            with contextlib.suppress(TypeError):
-                plan = table.plans.get(exact)
+            plan = _get(table.plans, exact)
         if plan is None:
-            if func._schema.is_mutable and writes_plain(func, args, kwargs):
+            kinds = tuple([p.kind if type(p) is Held else p for p in exact or key or ()])
+            recipe = _get(table.recipes, kinds)
+            if recipe is not None:
+                plan = recipe.plan(args, kwargs)
+            elif func._schema.is_mutable and writes_plain(func, args, kwargs):
                 args, kwargs = map_tensors(value_of, (args, kwargs))
                 return func(*args, **kwargs)
-            tensors = all_tensors((args, kwargs))
-            if not share_mesh(tensors):
+            elif not share_mesh(tensors):
                 args, kwargs = replicate_plain(func, args, kwargs)
                 return self._run(table, args, kwargs, None)
-            mesh = next(t._mesh for t in tensors if isinstance(t, DTensor))
-            if all(isinstance(t, DTensor) for t in tensors):
-                plan = make_plan(func, args, kwargs, mesh)
+            elif len(helds) == len(tensors):
+                plan, recipe = make_plan(func, args, kwargs, helds[0].mesh)
+                if recipe is not None and not any(held.is_symbolic for held in helds):
+                    _put(table.recipes, kinds, recipe)
             else:
                 whole_args, whole_kwargs = replicate_plain(func, args, kwargs)
-                plan = make_plan(func, whole_args, whole_kwargs, mesh)
+                plan, _ = make_plan(func, whole_args, whole_kwargs, helds[0].mesh)
                 plan = replace(plan, has_numbers=True)
-            self._keep(plan, table, tensors, key, exact)
+            if exact is None and plan.rewritten is not None:  # it holds the values of floats
+                exact = exact_key(args, kwargs)
+            self._keep(plan, table, helds, key, exact)
         return self._execute(plan, func, args, kwargs)
 
     def _keep(
         self,
         plan: OpPlan,
         table: OpTable,
-        tensors: list[torch.Tensor],
+        helds: list[Held],
         key: tuple[Any, ...] | None,
-        exact: tuple[Any, ...],
+        exact: tuple[Any, ...] | None,
     ) -> None:
-        """Remember a plan for calls alike, where there can be any: as a usual one under `key`, if given."""
-        helds = [t._held for t in tensors if isinstance(t, DTensor)]
+        """Remember a plan for calls alike, where there can be any: as a usual one where `key` says enough."""
         if any(held.is_symbolic for held in helds):
             return
-        if not table.reads_floats and (plan.rewritten or any(held.layout.partial_axes for held in helds)):
-            key = None
-        plans = table.plans if key is None else table.usual
-        if len(plans) >= _MAX_PLANS:
-            plans.clear()
-        with contextlib.suppress(TypeError):  # symbolic sizes don't hash
-            plans[exact if key is None else key] = plan
+        if key is None or (not table.reads_floats and (plan.rewritten or _pends(helds))):
+            assert exact is not None
+            _put(table.plans, exact, plan)
+        else:
+            _put(table.usual, key, plan)
 
     def _execute(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.is_plain:
             assert plan.local_call is not None
-            local_args = [describe(value, []) for value in args]
-            local = plan.local_call(*local_args, **describe_named(kwargs, []))
+            local_args = [a._local_tensor if isinstance(a, DTensor) else describe(a, []) for a in args]
+            local = plan.local_call(*local_args, **(describe_named(kwargs, []) if kwargs else {}))
             return self._finish(plan, local, func, args, kwargs)
         if plan.has_numbers:
             args, kwargs = replicate_plain(func, args, kwargs)
@@ -271,6 +288,29 @@ class Dispatcher:
         return on_whole_tensors(func, args, kwargs)
 
 
+def _helds(tensors: list[torch.Tensor]) -> list[Held]:
+    return [t._held for t in tensors if isinstance(t, DTensor)]
+
+
+def _pends(helds: list[Held]) -> bool:
+    """Whether a reduction is pending in any of them."""
+    return any(held.layout.partial_axes for held in helds)
+
+
+def _put(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+    if len(known) >= _MAX_PLANS:
+        known.clear()
+    with contextlib.suppress(TypeError):  # symbolic sizes don't hash
+        known[key] = value
+
+
+def _get(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...]) -> Any:
+    try:
+        return known.get(key)
+    except TypeError:
+        return None
+
+
 def _call_locally(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Bring the parts where the plan wants them, and call."""
     tensors: list[torch.Tensor] = []
@@ -303,8 +343,11 @@ def wrap(local: torch.Tensor, output: Output) -> DTensor:
 def wrap_all(result: Any, outputs: tuple[Output, ...]) -> Any:
     """Wrap the tensors of a result, in order; everything else is passed on."""
     kind = type(result)
-    if (kind is tuple or kind is list) and len(result) == len(outputs):
-        return kind(map(wrap, result, outputs))
+    if kind is tuple or kind is list:
+        if not outputs:  # lists that were written to
+            return None
+        if len(result) == len(outputs):
+            return kind(map(wrap, result, outputs))
     following = iter(outputs)
     return map_tensors(lambda tensor: wrap(tensor, next(following)), result)
 

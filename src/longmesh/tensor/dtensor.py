@@ -72,7 +72,7 @@ class DTensor(torch.Tensor):
     # What fully_shard asks a parameter for: it knows only torch's own class.
     _fsdp_orig_uid = fsdp_pre_all_gather = property(refuse_fsdp)
 
-    # Ops run in __torch_dispatch__ below autograd; no Python runs above it, but for `CutInside`.
+    # Ops run in __torch_dispatch__ below autograd; no Python runs above it, but for `Factor`.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
@@ -88,7 +88,7 @@ class DTensor(torch.Tensor):
         """Wrap a local tensor that is already this rank's part. For users: `from_local`."""
         held = hold(mesh, layout, shape, stride, local_tensor.dtype)
         self = _make_wrapper(
-            CutInside if held.is_cut_inside else DTensor,
+            Factor if held.is_cut_inside else DTensor,
             shape,  # pyright: ignore[reportArgumentType]
             stride,  # pyright: ignore[reportArgumentType]
             0,
@@ -105,16 +105,6 @@ class DTensor(torch.Tensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
-
-    @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return dispatching.dispatch(func, args, kwargs)
 
     # -- made from and turned into plain tensors -----------------------------------------------
 
@@ -287,6 +277,7 @@ class DTensor(torch.Tensor):
             self.requires_grad,
         )
         vars(result).update(vars(self), _origin=None)
+        result.__class__ = self.__class__
         if self.grad is not None:
             result.grad = self.grad.__deepcopy__(memo)
         memo[id(self)] = result
@@ -309,23 +300,28 @@ class DTensor(torch.Tensor):
         )
         return _rebuild, (*state, isinstance(self, torch.nn.Parameter))
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[DeviceMesh, Layout]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[DeviceMesh, Layout, type[DTensor]]]:
         self._settle()
-        return ["_local_tensor"], (self._mesh, self._layout)
+        return ["_local_tensor"], (self._mesh, self._layout, type(self))
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], context: tuple[DeviceMesh, Layout], outer_size: Any, outer_stride: Any
+        inner: dict[str, torch.Tensor],
+        context: tuple[DeviceMesh, Layout, type[DTensor]],
+        outer_size: Any,
+        outer_stride: Any,
     ) -> DTensor:
-        local, (mesh, layout) = inner["_local_tensor"], context
-        return DTensor(local, mesh, layout, outer_size, outer_stride, local.requires_grad)
+        local, (mesh, layout, kind) = inner["_local_tensor"], context
+        result = DTensor(local, mesh, layout, outer_size, outer_stride, local.requires_grad)
+        result.__class__ = kind
+        return result
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """How a compiler should expect this output's gradient: as autograd gives it, nothing pending."""
         return autograd.move(self, autograd.gradient_layout(self._layout))
 
     def __coerce_same_metadata_as_tangent__(
-        self, context: tuple[DeviceMesh, Layout], expected_type: type | None = None
+        self, context: tuple[DeviceMesh, Layout, type[DTensor]], expected_type: type | None = None
     ) -> DTensor | None:
         """A gradient that came in another layout than a compiler traced: brought there."""
         if expected_type is not None and not issubclass(expected_type, DTensor):
@@ -350,13 +346,13 @@ class DTensor(torch.Tensor):
         return tensor_shard(self, index)
 
 
-class CutInside(DTensor):
-    """A DTensor with a cut between its first and last dim: its products are taken whole (functions.py).
+class Factor(DTensor):
+    """A DTensor whose products are taken whole (functions.py): one with a cut between its first and last dim, and
+    the weight of a linear layer.
 
-    A class of its own, since torch asks `__torch_function__` at every op and attribute of a class that has one.
+    A class of its own, since torch asks `__torch_function__` at every op and attribute of a class that has one. No
+    `__slots__`: torch's asynchronous save copies what `x.__slots__` names, which must be a DTensor's.
     """
-
-    __slots__ = ()
 
     @classmethod
     def __torch_function__(
@@ -377,7 +373,7 @@ def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Pla
 
 def wrap(local: torch.Tensor, held: Held) -> DTensor:
     """The DTensor whose part here is `local`. Positional arguments: this is every op's last step."""
-    kind = CutInside if held.is_cut_inside else DTensor
+    kind = Factor if held.is_cut_inside else DTensor
     result = _make_wrapper(
         kind, held.shape, held.stride, 0, None, held.dtype, torch.strided, local.device, False, False
     )  # fmt: skip
@@ -419,3 +415,5 @@ torch.serialization.add_safe_globals(
 import longmesh.tensor.autograd as autograd  # noqa: E402
 import longmesh.tensor.dispatch as dispatching  # noqa: E402
 import longmesh.tensor.functions as functions  # noqa: E402
+
+DTensor.__torch_dispatch__ = dispatching.dispatch.from_torch  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,5 @@
-"""Functions of torch that a DTensor takes whole, above autograd: products of tensors with a cut inside.
+"""Functions of torch that a DTensor takes whole, above autograd: products with a `Factor` (a tensor that has a cut
+inside, a linear layer's weight).
 
     F.linear(x, w, b)   one op and one step of autograd, linear_backward; x may be cut along any of its batch dims
     x @ y               the same with matmul and matmul_backward
@@ -6,8 +7,9 @@
     backward, grad      as they are, with what they call (hooks, recomputed checkpoints) seen by these functions too
 
 torch itself makes of x of shape (batch, tokens, features) a matrix of batch * tokens rows, and multiplies that. Where
-the tokens are cut, a rank's rows are not one piece of those, and x would have to move. Every other function goes on to
-torch and comes back, op by op, below autograd (dispatch.py).
+the tokens are cut, a rank's rows are not one piece of those, and x would have to move. Of a linear layer torch makes
+two to four ops forward and up to nine backward, each dispatched. Every other function goes on to torch and comes back,
+op by op, below autograd (dispatch.py).
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from longmesh.rules.product import einsum_terms, matmul_backward
 from longmesh.tensor.direct import is_unseen
 from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.dtensor import DTensor, Factor
 
 aten = torch.ops.aten
 
@@ -32,22 +35,20 @@ Function = Callable[..., Any]
 def run_below_autograd(op: Any, *args: Any) -> Any:
     """An op on DTensors as autograd would call it: modes see it."""
     if is_unseen():
-        return dispatch(op, args, None)
+        return dispatch(op, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     """F.linear of DTensors, or NotImplemented where torch's own way is as good or the only one."""
-    x, weight, bias = _cast(x, weight, bias)
-    if not _can_take(x, weight) or weight.ndim != 2 or x.ndim == 0:
+    if torch._C._is_any_autocast_enabled():
+        x, weight, bias = _cast(x, weight, bias)
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    if not _can_take(*operands) or len(weight._held.shape) != 2 or not x._held.shape:
         return NotImplemented
-    if bias is not None and not _can_take(x, bias):
-        return NotImplemented
-    if torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    ):
-        return _Linear.apply(x, weight, bias)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+        return _apply(_Linear)(x, weight, bias)
     return run_below_autograd(aten.linear.default, x, weight, bias)
 
 
@@ -57,7 +58,7 @@ def matmul(a: Any, b: Any) -> Any:
     if not _can_take(a, b) or a.ndim == 0 or b.ndim == 0 or a.ndim == b.ndim == 2:
         return NotImplemented
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _Matmul.apply(a, b)
+        return _apply(_Matmul)(a, b)
     return run_below_autograd(aten.matmul.default, a, b)
 
 
@@ -70,7 +71,7 @@ def einsum(equation: Any, *operands: Any) -> Any:
     if terms is None:
         return NotImplemented
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
-        return _Einsum.apply(terms, *operands)
+        return _apply(_Einsum)(terms, *operands)
     return _run_einsum(terms, *operands)
 
 
@@ -78,17 +79,19 @@ def _run_einsum(terms: tuple[str, str, str], a: DTensor, b: DTensor) -> Any:
     return run_below_autograd(aten.einsum.default, f"{terms[0]},{terms[1]}->{terms[2]}", [a, b])
 
 
-def _can_take(a: Any, b: Any) -> bool:
-    """Whether two operands are DTensors that have a product here."""
-    if not isinstance(a, DTensor) or not isinstance(b, DTensor):
+def _can_take(*operands: Any) -> bool:
+    """Whether operands are DTensors that have a product here."""
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return False
-    first, second = a._held, b._held
-    return (
-        first.comm is second.comm
-        and first.dtype is second.dtype
-        and first.dtype.is_floating_point
-        and torch._C._functorch.maybe_current_level() is None  # pyright: ignore[reportAttributeAccessIssue]
-    )
+    first = None
+    for operand in operands:
+        if not isinstance(operand, DTensor):
+            return False
+        held = operand._held
+        first = first or held
+        if held.comm is not first.comm or held.dtype is not first.dtype:
+            return False
+    return first is not None and first.dtype.is_floating_point
 
 
 def _cast(*operands: Any) -> tuple[Any, ...]:
@@ -104,6 +107,11 @@ def _cast(*operands: Any) -> tuple[Any, ...]:
         else t
         for t in operands
     )
+
+
+def _apply(step: type[torch.autograd.Function]) -> Function:
+    """The step's `apply` without the question whether a transform is active: `_can_take` has asked it."""
+    return super(torch.autograd.Function, step).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Linear(torch.autograd.Function):
@@ -202,24 +210,38 @@ def _edge(value: Any) -> GradientEdge:
     return get_gradient_edge(value) if isinstance(value, torch.Tensor) else value
 
 
+def detach(tensor: Any) -> Any:
+    """Of the same class as the tensor: nn.Parameter asks for that."""
+    result = tensor.detach()
+    result.__class__ = tensor.__class__
+    return result
+
+
+def take_weight(module: nn.Module, name: str, parameter: Any) -> None:
+    """A hook of torch, called as `module` gets a parameter: the products of a linear layer are taken whole."""
+    if isinstance(module, nn.Linear) and name == "weight" and isinstance(parameter, DTensor):
+        parameter.__class__ = Factor
+
+
 WHOLE: dict[Function, Function] = {
     F.linear: linear,
     torch.matmul: matmul,
     torch.Tensor.matmul: matmul,
     torch.Tensor.__matmul__: matmul,
     torch.einsum: einsum,
+    torch.Tensor.detach: detach,
 }
 OPEN: dict[Function, Function] = {torch.Tensor.backward: backward, torch.autograd.grad: grad}
 
 
 def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """`__torch_function__` of tensors with a cut inside."""
-    if func in OPEN:
+    """`__torch_function__` of tensors whose products are taken whole."""
+    take = WHOLE.get(func)
+    if take is None and func in OPEN:
         return OPEN[func](*args, **(kwargs or {}))
     with torch._C.DisableTorchFunctionSubclass():
-        take = WHOLE.get(func)
         if take is not None and not torch.compiler.is_dynamo_compiling():
-            result = take(*args, **(kwargs or {}))
+            result = take(*args, **kwargs) if kwargs else take(*args)
             if result is not NotImplemented:
                 return result
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)

@@ -26,6 +26,7 @@ class Held:
         "dtype",
         "is_cut_inside",
         "is_symbolic",
+        "kind",
         "layout",
         "mesh",
         "routes",
@@ -42,6 +43,8 @@ class Held:
     is_symbolic: bool
     # Whether a dim between the first and the last is cut: as rows of a matrix the parts would not be one piece each.
     is_cut_inside: bool
+    # One object for all that differ in sizes alone, beyond whether a size is 0, 1 or larger.
+    kind: object
     # Plans to other layouts, once made.
     routes: dict[Layout, RedistributePlan]
 
@@ -65,6 +68,7 @@ class Held:
 class _Registry:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Held] = {}
+        self._kinds: dict[tuple[Any, ...], object] = {}
 
     def get(
         self,
@@ -93,7 +97,12 @@ class _Registry:
         held.is_symbolic = is_symbolic
         held.is_cut_inside = any(0 < dim < len(held.shape) - 1 for dim in held.layout.shard_dims)
         held.routes = {}
+        held.kind = held if is_symbolic else self._kind(held)
         return held
+
+    def _kind(self, held: Held) -> object:
+        sizes = tuple([n if n < 2 else 2 for n in held.shape])
+        return self._kinds.setdefault((held.comm, held.layout, held.dtype, sizes), object())
 
 
 _registry = _Registry()

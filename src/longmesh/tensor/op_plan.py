@@ -86,57 +86,74 @@ def facts_of(func: OpOverload) -> OpFacts:
     )
 
 
-class Choices:
-    """Choices that hold whatever the sizes: of rules that don't read them, where no input has to move."""
+class Recipe:
+    """How an op runs whatever the sizes: of a rule that doesn't read them, where no input has to move."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Choice] = {}
+    __slots__ = ("choice", "facts", "func", "mesh", "model", "rule")
 
-    def find(
-        self, rule: Rule, call: OpCall, layouts: tuple[Layout, ...], pinned: int | None
-    ) -> Choice | None:
-        if rule.reads_sizes or any(type(n) is not int for meta in call.tensors for n in meta.shape):
-            return choose(call, rule.axis_rules(call), layouts, pinned)
-        key = (call.func, pinned, layouts, _pattern(call.args), _pattern(call.kwargs))
-        try:
-            known = self._known.get(key)
-        except TypeError:  # a symbol among the arguments
-            return choose(call, rule.axis_rules(call), layouts, pinned)
-        if known is None:
-            known = choose(call, rule.axis_rules(call), layouts, pinned)
-            if known is None or known.inputs != layouts or any(entry.even for entry in known.lines):
-                return known
-            if len(self._known) >= _MAX_CHOICES:
-                self._known.clear()
-            self._known[key] = known
-        return known
+    def __init__(
+        self, func: OpOverload, facts: OpFacts, rule: Rule, choice: Choice, mesh: DeviceMesh, model: OpPlan
+    ) -> None:
+        self.func = func
+        self.facts = facts
+        self.rule = rule
+        self.choice = choice
+        self.mesh = mesh
+        # Of the call that it was made for. Where the local call is the op itself, others differ in their outputs alone.
+        self.model = model
 
-
-_MAX_CHOICES = 1 << 14
-choices = Choices()
-
-
-def _pattern(value: Any) -> Any:
-    """An argument without the sizes: of a tensor its dtype, and which dims are 0, 1 or larger."""
-    kind = type(value)
-    if kind is Meta:
-        return value.dtype, tuple([n if n < 2 else 2 for n in value.shape])
-    if kind is list or kind is tuple:
-        return tuple([_pattern(v) for v in value])
-    if kind is dict:
-        return tuple([(name, _pattern(v)) for name, v in value.items()])
-    return kind, value
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+        """The plan of a call with other sizes."""
+        rule, model = self.rule, self.model
+        call, _ = _describe_call(self.facts.functional or self.func, rule, args, kwargs)
+        if rule.local_args is None and rule.local_op is None and model.functional is None is model.written:
+            outputs = _outputs(self.mesh, self.choice, call)
+            single = None if model.single is None else outputs[0]
+            return OpPlan(
+                model.inputs,
+                outputs,
+                single,
+                model.local_call,
+                None,
+                True,
+                None,
+                model.is_view,
+                model.is_copy,
+            )
+        return _plan_choice(self.func, self.facts, rule, call, self.choice, True, self.mesh)
 
 
-def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> OpPlan:
-    """Plan an op call whose tensor arguments are all DTensors. Pure."""
+def make_plan(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
+) -> tuple[OpPlan, Recipe | None]:
+    """Plan an op call whose tensor arguments are all DTensors, and say how to plan others like it, if known. Pure."""
     facts = facts_of(func)
     functional = facts.functional
     rule = find_rule(facts.rule_name)
     if rule is None or facts.has_out:
         if functional is not None:
-            return OpPlan(functional=functional)
-        return OpPlan(decomposition=decomposition_of(func))
+            return OpPlan(functional=functional), None
+        return OpPlan(decomposition=decomposition_of(func)), None
+    call, layouts = _describe_call(functional or func, rule, args, kwargs)
+    choice = choose(call, rule.axis_rules(call), layouts, None if functional is None else 0)
+    if choice is None:
+        return OpPlan(functional=functional), None
+    stays = choice.inputs == layouts
+    plan = _plan_choice(func, facts, rule, call, choice, stays, mesh)
+    if rule.reads_sizes or not stays or any(entry.even for entry in choice.lines):
+        return plan, None
+    return plan, Recipe(func, facts, rule, choice, mesh, plan)
+
+
+def _outputs(mesh: DeviceMesh, choice: Choice, call: OpCall) -> tuple[Output, ...]:
+    metas = zip(choice.outputs, call.outputs, strict=True)
+    return tuple([Output(mesh, layout, meta.shape, meta.stride) for layout, meta in metas])
+
+
+def _describe_call(
+    func: OpOverload, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[OpCall, tuple[Layout, ...]]:
+    """The call with metas in its tensors' places, and how those lie."""
     layouts: list[Layout] = []
     metas: list[Meta] = []
 
@@ -147,16 +164,28 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], m
         metas.append(meta)
         return meta
 
-    meta_args, meta_kwargs = map_tensors(describe, (args, kwargs))
-    call = OpCall(functional or func, meta_args, meta_kwargs, tuple(metas))
+    meta_args = map_tensors(describe, args)
+    meta_kwargs = map_tensors(describe, kwargs) if kwargs else kwargs
+    call = OpCall(func, meta_args, meta_kwargs, tuple(metas))
     outputs = rule.out_meta(call) if rule.out_meta is not None else run_on_meta(call)
-    call = OpCall(call.func, meta_args, meta_kwargs, call.tensors, outputs)
-    choice = choices.find(rule, call, tuple(layouts), None if functional is None else 0)
-    if choice is None or (functional is not None and outputs[0].shape != metas[0].shape):
+    return OpCall(func, meta_args, meta_kwargs, call.tensors, outputs), tuple(layouts)
+
+
+def _plan_choice(
+    func: OpOverload,
+    facts: OpFacts,
+    rule: Rule,
+    call: OpCall,
+    choice: Choice,
+    stays: bool,
+    mesh: DeviceMesh,
+) -> OpPlan:
+    """The plan of a call whose layouts are chosen; `stays`: the inputs lie so already."""
+    functional = facts.functional
+    if functional is not None and call.outputs[0].shape != call.tensors[0].shape:
         return OpPlan(functional=functional)
-    results = tuple(Output(mesh, y, m.shape, m.stride) for y, m in zip(choice.outputs, outputs, strict=True))
+    results = _outputs(mesh, choice, call)
     rewritten, local_call = None, func
-    stays = choice.inputs == tuple(layouts)
     if rule.local_args is not None or rule.local_op is not None:
         view = _local_view(call, choice.inputs, choice.outputs, comm_of(mesh))
         if rule.local_op is not None:
@@ -164,10 +193,11 @@ def make_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], m
             if local_call is not func and functional is not None:
                 return OpPlan(functional=functional)
         if rule.local_args is not None:
+            given = (call.args, dict(call.kwargs))
             static = rule.local_args(call, view)
-            if not _equal(static, (meta_args, meta_kwargs)):
+            if not _equal(static, given):
                 rewritten = _rewriter(static)
-                if stays and _leads(static, 1) and _leads((meta_args, meta_kwargs), 1):
+                if stays and _leads(static, 1) and _leads(given, 1):
                     rewritten, local_call = None, _with_static(local_call, static[0][1:])
     return OpPlan(
         inputs=choice.inputs,
@@ -313,9 +343,11 @@ def is_pointwise(func: OpOverload) -> bool:
 # Ops whose Python binding takes what the op takes, in its order: the binding is cheaper than the op itself.
 _BOUND = frozenset(
     (
-        "_log_softmax", "_softmax", "abs", "add.Tensor", "addmm", "amax", "bmm", "cat", "clone", "cos", "detach",
-        "div.Tensor", "exp", "log", "mm", "mul.Tensor", "native_layer_norm", "neg", "relu", "rsqrt", "sigmoid", "sin",
-        "sqrt", "sub.Tensor", "sum.dim_IntList", "t", "tanh", "transpose.int",
+        "_log_softmax", "_softmax", "abs", "add.Tensor", "add_.Tensor", "addcdiv_", "addcmul_", "addmm", "amax", "bmm",
+        "cat", "clone", "copy_", "cos", "detach", "div.Tensor", "div_.Tensor", "exp", "expand", "gelu", "lerp_.Scalar",
+        "linear", "log", "matmul", "mm", "mul.Tensor", "mul_.Tensor", "native_layer_norm", "neg", "ones_like", "relu",
+        "rsqrt", "sigmoid", "sin", "sqrt", "sub.Tensor", "sum", "sum.dim_IntList", "t", "tanh", "transpose.int",
+        "view", "zeros_like",
     )
 )  # fmt: skip
 
@@ -324,9 +356,11 @@ _BOUND = frozenset(
 def quick_call(func: OpOverload) -> Callable[..., Any]:
     """The cheapest way to call an op on plain tensors."""
     name = rule_name(func).removesuffix(".default")
-    if name in _BOUND:
-        return getattr(torch, name.partition(".")[0])
-    return func._op
+    if name not in _BOUND and not name.startswith("_foreach_"):
+        return func._op
+    name = name.partition(".")[0]
+    places = (torch, torch.nn.functional, torch.Tensor)
+    return next((getattr(place, name) for place in places if hasattr(place, name)), func._op)
 
 
 def returns_one_tensor(func: OpOverload) -> bool:

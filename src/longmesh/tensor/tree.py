@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if kind in _LEAVES:
         return value
     if kind is tuple:
-        return tuple([map_tensors(fn, v) for v in value])
+        return tuple([v if type(v) in _LEAVES else map_tensors(fn, v) for v in value])
     if kind is list:
-        return [map_tensors(fn, v) for v in value]
+        return [v if type(v) in _LEAVES else map_tensors(fn, v) for v in value]
     if kind is dict:
         return {k: map_tensors(fn, v) for k, v in value.items()}
     if isinstance(value, torch.Tensor):
@@ -32,20 +32,18 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
 def all_tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor in `value`, in order."""
     found: list[torch.Tensor] = []
-    _collect(value, found)
+    _collect((value,), found)
     return found
 
 
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    kind = type(value)
-    if kind in _LEAVES:
-        return
-    if kind is dict:
-        value = value.values()
-    elif isinstance(value, torch.Tensor):
-        found.append(value)
-        return
-    elif not isinstance(value, (tuple, list)):
-        return
-    for v in value:
-        _collect(v, found)
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind in _LEAVES:
+            continue
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif kind is dict:
+            _collect(value.values(), found)
+        elif isinstance(value, (tuple, list)):
+            _collect(value, found)

@@ -21,7 +21,7 @@ from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import Handler
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import global_stride
-from longmesh.tensor.op_plan import OpPlan, Output
+from longmesh.tensor.op_plan import OpPlan, Output, quick_call
 
 aten = torch.ops.aten
 
@@ -130,7 +130,7 @@ def _plan_together(func: OpOverload, lists: list[Any], writes: bool) -> OpPlan:
         metas = [Meta(i, tuple(t.shape), t.stride(), t.dtype) for i, t in enumerate(members)]
         stride = elementwise_meta(metas[0].shape, metas).stride
         outputs.append(Output(lead._mesh, lead._layout, metas[0].shape, stride))
-    return OpPlan(outputs=tuple(outputs), local_call=func._op, is_plain=True)
+    return OpPlan(outputs=tuple(outputs), local_call=quick_call(func), is_plain=True)
 
 
 def _choose(value: Any, indices: list[int]) -> Any:

@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 
 from longmesh.comm import comm_of
 from longmesh.comm.intervals import Interval, exchange_intervals
+from longmesh.errors import LongmeshError
 from longmesh.rules.index import slice_range
 from longmesh.spec import Coordinate, MaskPartial, Partial
 from longmesh.tensor.autograd import move
@@ -48,7 +49,7 @@ def slice_tensor(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     step = given["step"]
     first, count = slice_range(tensor.shape[dim], given["start"], given["end"], step)
     if count == tensor.shape[dim]:
-        return dispatch(aten.alias.default, (tensor,), {})
+        return dispatch(aten.alias.default, tensor)
     result = take_slice(tensor, dim, first, count, step)
     remember_origin(result, func, args, kwargs)
     return result
@@ -102,12 +103,18 @@ def slice_scatter(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     given = bind(func, args, kwargs)
     tensor, source, step = given["self"], given["src"], given["step"]
     dim = given["dim"] % max(tensor.ndim, 1)
+    size = tensor.shape[dim]
+    first, count = slice_range(size, given["start"], given["end"], step)
+    place = (*tensor.shape[:dim], count, *tensor.shape[dim + 1 :])
+    if tuple(source.shape) != place:
+        raise LongmeshError(
+            f"{func}: the source is {tuple(source.shape)}, the place for it {place}; they must be equal"
+        )
     if not tensor._layout.cuts(dim):
         return USUAL
     tensor = settled(tensor)
-    layout, size = tensor._layout, tensor.shape[dim]
+    layout = tensor._layout
     source = move(source, layout)
-    first, count = slice_range(size, given["start"], given["end"], step)
     comm = comm_of(tensor._mesh)
     group = comm.group(tuple(sorted(layout.cuts(dim))))
     rows = exchange_intervals(

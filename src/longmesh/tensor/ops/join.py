@@ -138,7 +138,7 @@ def repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if new < 0 or not cut:
         return USUAL
     for d in cut:
-        tensor = dispatch(aten.cat.default, ([tensor] * repeats[d + new], d), {})
+        tensor = dispatch(aten.cat.default, [tensor] * repeats[d + new], d)
         repeats[d + new] = 1
     return dispatch.run(func, (tensor, repeats), {})
 

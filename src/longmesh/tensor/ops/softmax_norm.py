@@ -31,6 +31,8 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 def softmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """_softmax and _log_softmax."""
     x, dim, half_to_float = args
+    if dim in range(-x.ndim, x.ndim) and dim % x.ndim not in x._held.layout.shard_dims:
+        return USUAL
     dims = as_dims(dim, x.ndim)
     if not x.numel() or not cutting_axes(x._layout, dims) or not x.is_floating_point():
         return USUAL
