@@ -172,10 +172,12 @@ def linear_backward(
     x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]
 ) -> Gradients:
     """Gradients of F.linear(x, weight, bias), those that `mask` asks for. torch has no CPU kernel of it."""
-    of_x = grad.matmul(weight) if mask[0] else None
-    if mask[1] or mask[2]:
-        grad = _as_rows(grad)
-    of_weight = grad.t().mm(_as_rows(x)) if mask[1] else None
+    if grad.ndim == 2:
+        of_x, rows = grad.mm(weight) if mask[0] else None, x
+    else:
+        of_x = grad.matmul(weight) if mask[0] else None
+        grad, rows = _as_rows(grad), _as_rows(x)
+    of_weight = grad.t().mm(rows) if mask[1] else None
     return of_x, of_weight, grad.sum(0) if mask[2] else None
 
 

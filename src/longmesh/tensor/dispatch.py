@@ -95,7 +95,7 @@ class Dispatcher:
                 local_args.append(value._local_tensor)
             else:
                 local_args.append(describe(value, parts, table.reads_floats))
-        local_kwargs = describe_named(kwargs, parts, table.reads_floats) if kwargs else {}
+        local_kwargs = describe_named(kwargs, parts, table.reads_floats) if kwargs else None
         key: tuple[Any, ...] | None = tuple(parts)
         try:
             plan = table.usual.get(key)
@@ -105,7 +105,8 @@ class Dispatcher:
             return self._first_time(table, args, kwargs or {}, key)
         if not plan.is_plain:
             return self._execute(plan, func, args, kwargs or {})
-        local = plan.local_call(*local_args, **local_kwargs)  # pyright: ignore[reportOptionalCall]
+        call: Callable[..., Any] = plan.local_call  # pyright: ignore[reportAssignmentType]
+        local = call(*local_args, **local_kwargs) if local_kwargs else call(*local_args)
         output = plan.single
         if output is None or plan.written is not None or output.held is None:
             return self._finish(plan, local, func, args, kwargs or {})
@@ -114,7 +115,7 @@ class Dispatcher:
             held = hold(held.mesh, held.layout, held.shape, held.stride, local.dtype)
         kind = Factor if held.is_cut_inside else DTensor
         result = _make_wrapper(
-            kind, held.shape, held.stride, 0, None, held.dtype, torch.strided, local.device, False, False
+            kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided, local.device
         )  # fmt: skip
         result._local_tensor = local
         result._held = held

@@ -375,7 +375,7 @@ def wrap(local: torch.Tensor, held: Held) -> DTensor:
     """The DTensor whose part here is `local`. Positional arguments: this is every op's last step."""
     kind = Factor if held.is_cut_inside else DTensor
     result = _make_wrapper(
-        kind, held.shape, held.stride, 0, None, held.dtype, torch.strided, local.device, False, False
+        kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided, local.device
     )  # fmt: skip
     result._local_tensor = local
     result._held = held

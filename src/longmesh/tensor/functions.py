@@ -47,8 +47,10 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     operands = (x, weight) if bias is None else (x, weight, bias)
     if not _can_take(*operands) or len(weight._held.shape) != 2 or not x._held.shape:
         return NotImplemented
-    if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
-        return _apply(_Linear)(x, weight, bias)
+    if torch.is_grad_enabled() and (
+        weight.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return _apply_linear(x, weight, bias)
     return run_below_autograd(aten.linear.default, x, weight, bias)
 
 
@@ -58,7 +60,7 @@ def matmul(a: Any, b: Any) -> Any:
     if not _can_take(a, b) or a.ndim == 0 or b.ndim == 0 or a.ndim == b.ndim == 2:
         return NotImplemented
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _apply(_Matmul)(a, b)
+        return _apply_matmul(a, b)
     return run_below_autograd(aten.matmul.default, a, b)
 
 
@@ -71,7 +73,7 @@ def einsum(equation: Any, *operands: Any) -> Any:
     if terms is None:
         return NotImplemented
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
-        return _apply(_Einsum)(terms, *operands)
+        return _apply_einsum(terms, *operands)
     return _run_einsum(terms, *operands)
 
 
@@ -107,11 +109,6 @@ def _cast(*operands: Any) -> tuple[Any, ...]:
         else t
         for t in operands
     )
-
-
-def _apply(step: type[torch.autograd.Function]) -> Function:
-    """The step's `apply` without the question whether a transform is active: `_can_take` has asked it."""
-    return super(torch.autograd.Function, step).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Linear(torch.autograd.Function):
@@ -167,6 +164,13 @@ class _Einsum(torch.autograd.Function):
             torch.einsum(f"{result},{second}->{first}", grad, b) if needs_a else None,
             torch.einsum(f"{first},{result}->{second}", a, grad) if needs_b else None,
         )
+
+
+# `apply` without its question whether a transform is active, which `_can_take` has asked.
+_apply_linear, _apply_matmul, _apply_einsum = (
+    super(torch.autograd.Function, step).apply  # pyright: ignore[reportAttributeAccessIssue]
+    for step in (_Linear, _Matmul, _Einsum)
+)
 
 
 def backward(tensor: DTensor, gradient: Any = None, **options: Any) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh.comm import MeshComm, comm_of
 from longmesh.plan import RedistributePlan, plan_redistribute
 from longmesh.spec import Layout
+from longmesh.tensor.meta import contiguous_stride
 
 
 class Held:
@@ -24,6 +25,7 @@ class Held:
     __slots__ = (
         "comm",
         "dtype",
+        "face_stride",
         "is_cut_inside",
         "is_symbolic",
         "kind",
@@ -40,6 +42,8 @@ class Held:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    # What torch is told of the stride: None where it is what torch takes a stride to be, which is cheaper to say.
+    face_stride: tuple[int, ...] | None
     is_symbolic: bool
     # Whether a dim between the first and the last is cut: as rows of a matrix the parts would not be one piece each.
     is_cut_inside: bool
@@ -95,6 +99,9 @@ class _Registry:
         held.mesh = mesh
         held.comm, held.layout, held.shape, held.stride, held.dtype = key
         held.is_symbolic = is_symbolic
+        held.face_stride = (
+            held.stride if is_symbolic or held.stride != contiguous_stride(held.shape) else None
+        )
         held.is_cut_inside = any(0 < dim < len(held.shape) - 1 for dim in held.layout.shard_dims)
         held.routes = {}
         held.kind = held if is_symbolic else self._kind(held)

@@ -21,7 +21,12 @@ def even_global_shape(layout: Layout, local_shape: Sequence[int]) -> tuple[int, 
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    return dense_stride(shape, range(len(shape)))
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step = step * (size or 1) if type(size) is int else step * size
+    return tuple(reversed(stride))
 
 
 def global_stride(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:

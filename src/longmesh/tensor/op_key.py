@@ -15,15 +15,20 @@ from longmesh.tensor.dtensor import DTensor
 
 # Stands in a key for a plain tensor that is no scalar; no plan is kept for it.
 PLAIN = object()
+# Of these the value says all: no two of them that differ are equal.
+_VALUES = frozenset((int, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device))
 
 
 def describe(value: Any, parts: list[Any], reads_floats: bool = True) -> Any:
     """Append to `parts` what a plan depends on: how a tensor is held, the value of anything else. Returns the value
     with each DTensor's local part in its place."""
+    kind = type(value)
+    if kind in _VALUES:
+        parts.append(value)
+        return value
     if isinstance(value, DTensor):
         parts.append(value._held)
         return value._local_tensor
-    kind = type(value)
     if kind is list or kind is tuple:
         parts.append(list)
         parts.append(len(value))
