@@ -115,8 +115,10 @@ def gradient_lines(
     mask: Sequence[bool],
     unread: Sequence[int] = (),
 ) -> list[AxisRule]:
-    """Lines of a product's backward step: of (grad, *operands) in the op's `order` -> gradients asked for. Tensors that
-    are `unread` may lie anyhow."""
+    """Lines of a product's backward step: of (grad, *operands) in the op's `order` -> gradients asked for.
+
+    Operands that are `unread` may lie anyhow; where all others are replicated they still say what a rank computes.
+    """
 
     def made(inputs: Sequence[Placement], outputs: Sequence[Placement]) -> None:
         wanted = [p for p, asked in zip(outputs, mask, strict=True) if asked]
@@ -132,10 +134,10 @@ def gradient_lines(
         made(inputs, [S(t.index(letter)) if letter in t else summed for t in gradients])
     for pending in (P, AVG):
         made([pending, R, R], [pending] * len(gradients))
-        made([R, pending, R], [R, pending, *[R] * (len(gradients) - 2)])
-        made([R, R, pending], [pending, R, *[R] * (len(gradients) - 2)])
-    if unread:
-        made([R, R, R], [R] * len(gradients))
+        if 1 not in unread:
+            made([R, pending, R], [R, pending, *[R] * (len(gradients) - 2)])
+        if 2 not in unread:
+            made([R, R, pending], [pending, R, *[R] * (len(gradients) - 2)])
     return lines
 
 

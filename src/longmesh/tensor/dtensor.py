@@ -21,14 +21,10 @@ from longmesh.errors import LongmeshError
 from longmesh.spec import (
     DTensorSpec,
     Layout,
-    MaskPartial,
-    MeshShape,
     Partial,
     Placement,
     Replicate,
-    Shard,
     ShardOrder,
-    ShardOrderEntry,
     TensorMeta,
 )
 from longmesh.tensor import direct
@@ -261,44 +257,15 @@ class DTensor(torch.Tensor):
     # -- copied, saved, compiled -----------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        if id(self) in memo:
-            return memo[id(self)]
-        if not self.is_leaf:
-            raise RuntimeError(
-                "deepcopy of a DTensor that is not a leaf: detach() it first, as for any tensor"
-            )
-        self._settle()
-        result = _rebuild(
-            self._local_tensor.detach().clone(),
-            self._mesh,
-            self._layout,
-            self.shape,
-            self.stride(),
-            self.requires_grad,
-        )
-        vars(result).update(vars(self), _origin=None)
-        result.__class__ = self.__class__
-        if self.grad is not None:
-            result.grad = self.grad.__deepcopy__(memo)
-        memo[id(self)] = result
-        return result
+        return copying.copy_of(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return copying.state_of(self)
 
     def _settle(self) -> None:
         """A pending lookup's mask goes with no copy of its parts: it is applied first."""
         if self._lookup is not None:
             autograd.settle_lookup(self)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        self._settle()
-        state = (
-            self._local_tensor.detach(),
-            self._mesh,
-            self._layout,
-            self.shape,
-            self.stride(),
-            self.requires_grad,
-        )
-        return _rebuild, (*state, isinstance(self, torch.nn.Parameter))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[DeviceMesh, Layout, type[DTensor]]]:
         self._settle()
@@ -382,37 +349,9 @@ def wrap(local: torch.Tensor, held: Held) -> DTensor:
     return result
 
 
-def _rebuild(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    layout: Layout,
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    is_parameter: bool = False,
-) -> DTensor:
-    result = DTensor(local, mesh, layout, shape, stride, requires_grad)
-    return torch.nn.Parameter(result, requires_grad) if is_parameter else result  # pyright: ignore[reportReturnType]
-
-
-# What torch.load(weights_only=True) may rebuild.
-torch.serialization.add_safe_globals(
-    [
-        _rebuild,
-        DTensor,
-        DeviceMesh,
-        Layout,
-        MeshShape,
-        Shard,
-        Replicate,
-        Partial,
-        MaskPartial,
-        ShardOrderEntry,
-    ]
-)
-
 # The class and what works on it need each other: they come when the class is there.
 import longmesh.tensor.autograd as autograd  # noqa: E402
+import longmesh.tensor.copying as copying  # noqa: E402
 import longmesh.tensor.dispatch as dispatching  # noqa: E402
 import longmesh.tensor.functions as functions  # noqa: E402
 
