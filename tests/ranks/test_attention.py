@@ -140,7 +140,7 @@ def all_masks(S: int) -> list[tuple[masks.Mask, int]]:
 
 
 def grid(turn: int, choices: tuple = EVERY, step: int = 1) -> list[Group]:
-    """A group for each mask; every `step`th choice, others for the next mask."""
+    """A group for each mask; every `step`th choice, others for the next mask and the next turn."""
     groups = []
     for number, (mask, batch) in enumerate(all_masks((37, 29, 31, 23)[turn % 4])):
         H, G = HEADS[(number + turn) % len(HEADS)]
@@ -153,18 +153,19 @@ def grid(turn: int, choices: tuple = EVERY, step: int = 1) -> list[Group]:
                 G=G,
                 E=8 if (number + turn) % 4 else 12,
                 dtype=DTYPES[(number + turn) % len(DTYPES)],
-                choices=choices[number % step :: step],
+                choices=choices[(number + turn // 2) % step :: step],
             )
         )
     return groups
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_mask_exchange_and_layout(pool, ranks):
-    on_ranks(pool, (ranks,), grid(ranks))
+@pytest.mark.parametrize(("ranks", "step"), [(1, 3), (2, 2), (3, 1), (4, 2)])
+def test_every_mask_exchange_and_layout(pool, ranks, step):
+    """All of them on 3 ranks; on 2 those that are not tried on 4."""
+    on_ranks(pool, (ranks,), grid(ranks, step=step))
 
 
-@pytest.mark.parametrize(("mesh_shape", "step"), [((2, 2), 2), ((1, 3), 4), ((3, 1), 4)])
+@pytest.mark.parametrize(("mesh_shape", "step"), [((2, 2), 3), ((1, 3), 4), ((3, 1), 4)])
 def test_masks_and_layouts_on_two_axes(pool, mesh_shape, step):
     on_ranks(pool, mesh_shape, grid(sum(mesh_shape), ON_TWO_AXES, step))
 

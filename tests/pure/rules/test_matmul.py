@@ -88,7 +88,7 @@ def test_matmul_and_its_gradients(a, b):
             assert found == []
 
 
-@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 5, 7), (2, 0, 7), (2, 3, 4, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 5, 7), (2, 0, 7)], ids=str)
 def test_gradients_of_linear(shape):
     x, weight, bias = of(*shape), of(3, 7), of(3)
     grad = of(*shape[:-1], 3)
