@@ -141,7 +141,8 @@ def captured_step(mesh: Any) -> Op:
     def step(layers: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         w1, b1, w2, b2 = layers
         hidden = nn.functional.gelu(nn.functional.linear(x, w1, b1))
-        loss = nn.functional.linear(hidden, w2, b2).square().mean()
+        y = nn.functional.linear(hidden, w2, b2).redistribute(placements=[longmesh.Replicate()])
+        loss = y.square().mean()
         grads = torch.autograd.grad(loss, layers)
         with torch.no_grad():
             for layer, grad in zip(layers, grads, strict=True):

@@ -1,5 +1,7 @@
 """capture: a traced train step gives what the eager one gives, with the same collectives and only local ops."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -80,3 +82,33 @@ def test_what_a_replay_could_not_repeat_is_refused(pool):
     gradient, random = pool.run(mistakes, ranks=2, timeout=300.0)[0]
     assert "take gradients inside" in gradient
     assert "draw them outside and pass them in" in random
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def structures():
+    """Arguments and results in containers: the same structure is replayed, another one is traced."""
+    mesh = cpu_mesh(2)
+    x, y = (distribute_tensor(torch.full((5,), float(n)), mesh, [Shard(0)]) for n in (2, 3))
+    traced = []
+
+    @longmesh.capture
+    def combine(given, factor=1.0, **rest):
+        traced.append(type(given))
+        first, second = given.values() if isinstance(given, dict) else given
+        return {"sum": (first + second) * factor, "rest": [value * 2 for value in rest.values()]}
+
+    found = []
+    for given in ([x, y], [y, x], (x, y), Pair(x, y), {"a": x, "b": y}, {"b": x, "a": y}):
+        result = combine(given, factor=2.0, more=y)
+        found.append((result["sum"].full_tensor()[0].item(), result["rest"][0].full_tensor()[0].item()))
+    return found, traced
+
+
+def test_arguments_in_containers(pool):
+    for found, traced in pool.run(structures, ranks=2):
+        assert found == [(10.0, 6.0)] * 6
+        assert traced == [list, tuple, Pair, dict, dict]
