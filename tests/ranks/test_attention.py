@@ -170,6 +170,15 @@ def test_masks_and_layouts_on_two_axes(pool, mesh_shape, step):
     on_ranks(pool, mesh_shape, grid(sum(mesh_shape), ON_TWO_AXES, step))
 
 
+def test_long_enough_to_leave_a_part_for_the_end(pool):
+    """Of the own keys half is computed while results and gradients go home."""
+    choices = (("solve", "sparse"), ("zigzag", "ring"), ("contiguous", "allgather"))
+    group = Group(
+        masks.documents([1500, 101]), S=1601, B=1, H=2, G=1, E=8, dtype=torch.float32, choices=choices
+    )
+    on_ranks(pool, (2,), [group])
+
+
 def test_heads_and_dtypes(pool):
     heads = [(4, 4), (6, 1), (6, 2), (3, 3), (1, 1), (8, 2)]
     choices = tuple(itertools.product(("zigzag",), ("ring", "sparse", "ulysses", Ulysses(groups=3))))

@@ -1,8 +1,10 @@
 """The driver: walks the stages of a plan on one rank, forward and backward, whatever mask, layout or exchange.
 
-    compute    stage 0        stage 1        stage 2            backward: the same stages again, and the
-    transfer   keys of 1  |   keys of 2  |                      gradients of stage s - 1 on their way home
-                                                                while stage s is computed
+    compute    stage 0        stage 1        stage 2       the rest of stage 0
+    transfer   keys of 1  |   keys of 2  |             |   results for others go home
+
+Backward does the same stages again, with the gradients of stage s - 1 on their way home while stage s is computed. Of
+stage 0, the own keys, half is left for the end where something goes home: it hides the way, and ranks that are late.
 
 Shapes: B batch, H query heads, G key heads, S tokens of this rank (of its group, if heads are split), R
 queries computed here for others (rows S to S + R of the query buffer), K rows of a stage's key buffer,
@@ -15,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from longmesh.attention.block import Block
 from longmesh.attention.exchange.ulysses import HeadGroup
 from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Score, Work, zero_like
 from longmesh.attention.merge import Partial, accumulate_dtype, empty_partial, merge_
@@ -27,6 +30,8 @@ from longmesh.attention.route import Move, Route
 from longmesh.attention.rows import add_rows_, from_rows, place_rows, take_rows, to_rows
 from longmesh.comm import AxisGroup
 from longmesh.comm.p2p import Pending, start_all_to_all, start_send_receive
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +78,7 @@ class Forward(NamedTuple):
 def run_forward(task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> Forward:
     """Attention of this rank's queries. Its last merge is done; sinks are not applied."""
     route, remote = task.route, None
+    first, later = task.route.own_halves if route.has_remote_queries else (route.plan.stages[0].blocks, ())
     queries = task.start(route.queries, to_rows(q_BHSD)) if route.has_remote_queries else None
     state = None
     for number, k, v in _key_stages(task, k_BGSD, v_BGSE):
@@ -80,12 +86,17 @@ def run_forward(task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> F
             remote = place_rows(queries.wait(), route.queries.place)
             q_BHSD = torch.cat([q_BHSD, *from_rows(remote, q_BHSD)], dim=2)
             state = _extended(state, len(remote), q_BHSD, v.shape[-1])
-        state = _attend(task, number, q_BHSD, k, v, state)
+        blocks = route.plan.stages[number].blocks if number else first
+        state = _attend(task, number, blocks, q_BHSD, k, v, state)
         del k, v  # the stage's buffer with them, before another one is made
     if state is None:
         state = empty_partial(q_BHSD, v_BGSE.shape[-1])
     if route.has_remote_queries:
-        state = _bring_results_home(task, state)
+        back = route.queries.transposed
+        theirs = [part[:, :, route.tokens_in_group :] for part in state]
+        home = task.start(back, to_rows(*theirs))
+        state = _present(_attend(task, 0, later, q_BHSD, k_BGSD, v_BGSE, state))
+        state = _merge_results(task, state, home.wait())
     return Forward(state, remote)
 
 
@@ -95,6 +106,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of this rank's tokens, in the accumulating dtype; dbias and dcaptured of `totals` grow."""
     route, S = task.route, q_BHSD.shape[2]
+    first, later = route.own_halves
     finals = None
     if remote_q_RW is not None:
         finals = task.start(route.queries, to_rows(final.out_BHSE, final.dout_BHSE, final.lse_BHS))
@@ -110,18 +122,24 @@ def run_backward(
         grads_KW = own_SW if move is None else _zero_rows(k, v)
         dk, dv = _keys_and_values(grads_KW, k, v)
         gradients = Gradients(dq_BHSD, dk, dv, totals.dbias, totals.dcaptured)
-        _differentiate(task, number, q_BHSD, k, v, final, gradients)
+        blocks = route.plan.stages[number].blocks if number else first
+        _differentiate(task, number, blocks, q_BHSD, k, v, final, gradients)
         del k, v, dk, dv, gradients
-        _arrive(home, own_SW)
-        home = None if move is None else (move, task.start(move, grads_KW))
+        if move is not None:
+            _arrive(home, own_SW)
+            home = move, task.start(move, grads_KW)
+    back, dq_home = route.queries.transposed, None
     if remote_q_RW is not None:
-        back = route.queries.transposed
-        add = task.start(back, to_rows(dq_BHSD[:, :, S:])).wait()
+        dq_home = task.start(back, to_rows(dq_BHSD[:, :, S:]))
+    dk, dv = _keys_and_values(own_SW, k_BGSD, v_BGSE)
+    gradients = Gradients(dq_BHSD, dk, dv, totals.dbias, totals.dcaptured)
+    _differentiate(task, 0, later, q_BHSD, k_BGSD, v_BGSE, final, gradients)
+    if dq_home is not None:
         dq_rows = to_rows(dq_BHSD[:, :, :S])
-        add_rows_(dq_rows, back.place, add)
+        add_rows_(dq_rows, back.place, dq_home.wait())
         (dq_BHSD,) = from_rows(dq_rows, dq_BHSD)
     _arrive(home, own_SW)
-    return dq_BHSD, *_keys_and_values(own_SW, k_BGSD, v_BGSE)
+    return dq_BHSD, dk, dv
 
 
 def _zero_rows(k_BGKD: Tensor, v_BGKE: Tensor) -> Tensor:
@@ -165,9 +183,9 @@ def _keys_and_values(rows_KW: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> tuple[T
     return k, v
 
 
-def _present(rows: Tensor | None) -> Tensor:
-    assert rows is not None
-    return rows
+def _present(value: T | None) -> T:
+    assert value is not None
+    return value
 
 
 class Unit(NamedTuple):
@@ -209,9 +227,10 @@ def _coordinates(task: Task, number: int, unit: Unit) -> Coordinates:
 
 
 def _attend(
-    task: Task, number: int, q_BHSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, state: Partial | None
-) -> Partial | None:
-    blocks = task.route.plan.stages[number].blocks
+    task: Task, number: int, blocks: tuple[Block, ...], q_BHSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor,
+    state: Partial | None,
+) -> Partial | None:  # fmt: skip
+    """Blocks of a stage, merged into the state."""
     if not blocks:
         return state
     units = units_of(task, q_BHSD.shape[0])
@@ -229,9 +248,10 @@ def _attend(
 
 
 def _differentiate(
-    task: Task, number: int, q_BHSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, final: Final, grads: Gradients
-) -> None:
-    blocks = task.route.plan.stages[number].blocks
+    task: Task, number: int, blocks: tuple[Block, ...], q_BHSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor,
+    final: Final, grads: Gradients,
+) -> None:  # fmt: skip
+    """Gradients of blocks of a stage, added up."""
     if not blocks:
         return
     units = units_of(task, q_BHSD.shape[0])
@@ -269,12 +289,10 @@ def _extended_final(final: Final, rows_RW: Tensor) -> Final:
     )
 
 
-def _bring_results_home(task: Task, state: Partial) -> Partial:
-    """Sends results of others' queries back and merges those of mine. Every rank of the group calls it."""
+def _merge_results(task: Task, state: Partial, received: Tensor) -> Partial:
+    """The state of my queries with what others have computed for them."""
     S, back = task.route.tokens_in_group, task.route.queries.transposed
-    out, lse = state
-    received = task.start(back, to_rows(out[:, :, S:], lse[:, :, S:])).wait()
-    out, lse = out[:, :, :S], lse[:, :, :S]
+    out, lse = (part[:, :, :S] for part in state)
     at = 0
     for count in back.recv_counts:  # one peer after the other: two may have computed the same query
         if count:

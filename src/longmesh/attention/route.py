@@ -15,10 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longmesh.attention.block import Block
 from longmesh.attention.exchange.fragment import OWNER, RANK, STAGE, START, STOP
+from longmesh.attention.mask.slices import COLUMNS, Q1, area
 from longmesh.attention.plan.attention_plan import RankPlan, RowPlan, Rows, Stage
 
 Where = Tensor | slice
+
+# Fewer pairs than this are computed at once: less would be gained than another call of the kernel takes.
+_WORTH_HALVING = 1 << 18
+_ALIGNMENT = 128  # rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +71,26 @@ def _where(spans: list[np.ndarray]) -> Where:
     return torch.from_numpy(rows)
 
 
+def halve(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """Two parts of about as many pairs; the block in the middle is cut between two query rows."""
+    slices = np.array(blocks, dtype=np.int64).reshape(-1, COLUMNS)
+    sizes = area(slices)
+    half = sizes.sum() // 2
+    if 2 * half < _WORTH_HALVING:
+        return blocks, ()
+    middle = int(np.searchsorted(np.cumsum(sizes), half))
+    block = blocks[middle]
+    cuts = np.arange(block.q_start + _ALIGNMENT, block.q_stop, _ALIGNMENT)
+    first, second = blocks[: middle + 1], blocks[middle + 1 :]
+    if len(cuts):
+        parts = np.repeat(slices[middle : middle + 1], len(cuts), axis=0)
+        parts[:, Q1] = cuts
+        cut = int(cuts[np.abs(sizes[:middle].sum() + area(parts) - half).argmin()])
+        first = (*blocks[:middle], block._replace(q_stop=cut))
+        second = (block._replace(q_start=cut), *second)
+    return first, second
+
+
 class Route:
     """What the driver needs of a plan for one batch row, on one rank. `members`: plan ranks in the order of
     the group that keys travel in; `peers`: those of the group that splits heads."""
@@ -79,6 +105,13 @@ class Route:
         self.keys = tuple(None if s.local else self._key_move(s) for s in self.plan.stages)
         self.home = tuple(None if s.local else self._home_move(i, s) for i, s in enumerate(self.plan.stages))
         self.queries = make_move(self.plan.queries_out, self.plan.queries_in, self._members)
+
+    @functools.cached_property
+    def own_halves(self) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+        """The blocks of the own keys: those to compute while the first keys of others come in, and those to compute
+        while what was computed for others goes home. The second may be none."""
+        own, *others = self.plan.stages
+        return halve(own.blocks) if own.local and others else (own.blocks, ())
 
     def _key_move(self, stage: Stage) -> Move:
         return make_move(stage.sends, stage.receives, self._members, stage.relay)
