@@ -171,7 +171,7 @@ def test_masks_and_layouts_on_two_axes(pool, mesh_shape, step):
 
 
 def test_long_enough_to_leave_a_part_for_the_end(pool):
-    """Of the own keys half is computed while results and gradients go home."""
+    """Of the own keys a part is computed while results and gradients go home."""
     choices = (("solve", "sparse"), ("zigzag", "ring"), ("contiguous", "allgather"))
     group = Group(
         masks.documents([1500, 101]), S=1601, B=1, H=2, G=1, E=8, dtype=torch.float32, choices=choices

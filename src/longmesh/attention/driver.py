@@ -4,7 +4,7 @@
     transfer   keys of 1  |   keys of 2  |             |   results for others go home
 
 Backward does the same stages again, with the gradients of stage s - 1 on their way home while stage s is computed. Of
-stage 0, the own keys, half is left for the end where something goes home: it hides the way, and ranks that are late.
+stage 0, the own keys, a part is left for the end where something goes home: it hides the way, and ranks that are late.
 
 Shapes: B batch, H query heads, G key heads, S tokens of this rank (of its group, if heads are split), R
 queries computed here for others (rows S to S + R of the query buffer), K rows of a stage's key buffer,
@@ -78,7 +78,7 @@ class Forward(NamedTuple):
 def run_forward(task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> Forward:
     """Attention of this rank's queries. Its last merge is done; sinks are not applied."""
     route, remote = task.route, None
-    first, later = task.route.own_halves if route.has_remote_queries else (route.plan.stages[0].blocks, ())
+    first, later = task.route.own_parts if route.has_remote_queries else (route.plan.stages[0].blocks, ())
     queries = task.start(route.queries, to_rows(q_BHSD)) if route.has_remote_queries else None
     state = None
     for number, k, v in _key_stages(task, k_BGSD, v_BGSE):
@@ -106,7 +106,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of this rank's tokens, in the accumulating dtype; dbias and dcaptured of `totals` grow."""
     route, S = task.route, q_BHSD.shape[2]
-    first, later = route.own_halves
+    first, later = route.own_parts
     finals = None
     if remote_q_RW is not None:
         finals = task.start(route.queries, to_rows(final.out_BHSE, final.dout_BHSE, final.lse_BHS))

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from longmesh.attention.block import Block
 from longmesh.attention.exchange.fragment import OWNER, RANK, STAGE, START, STOP
-from longmesh.attention.mask.slices import COLUMNS, Q1, area
+from longmesh.attention.mask.slices import COLUMNS, area
 from longmesh.attention.plan.attention_plan import RankPlan, RowPlan, Rows, Stage
 
 Where = Tensor | slice
 
 # Fewer pairs than this are computed at once: less would be gained than another call of the kernel takes.
-_WORTH_HALVING = 1 << 18
-_ALIGNMENT = 128  # rows
+_WORTH_PARTING = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,24 +70,16 @@ def _where(spans: list[np.ndarray]) -> Where:
     return torch.from_numpy(rows)
 
 
-def halve(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """Two parts of about as many pairs; the block in the middle is cut between two query rows."""
-    slices = np.array(blocks, dtype=np.int64).reshape(-1, COLUMNS)
-    sizes = area(slices)
-    half = sizes.sum() // 2
-    if 2 * half < _WORTH_HALVING:
+def part(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """Most of the blocks, and the last ones to leave for later: at most half of the pairs, maybe none.
+
+    No block is cut: the rows that are cut off a triangle take the kernel longer than it hides.
+    """
+    sizes = area(np.array(blocks, dtype=np.int64).reshape(-1, COLUMNS))
+    if sizes.sum() < _WORTH_PARTING:
         return blocks, ()
-    middle = int(np.searchsorted(np.cumsum(sizes), half))
-    block = blocks[middle]
-    cuts = np.arange(block.q_start + _ALIGNMENT, block.q_stop, _ALIGNMENT)
-    first, second = blocks[: middle + 1], blocks[middle + 1 :]
-    if len(cuts):
-        parts = np.repeat(slices[middle : middle + 1], len(cuts), axis=0)
-        parts[:, Q1] = cuts
-        cut = int(cuts[np.abs(sizes[:middle].sum() + area(parts) - half).argmin()])
-        first = (*blocks[:middle], block._replace(q_stop=cut))
-        second = (block._replace(q_start=cut), *second)
-    return first, second
+    first = len(blocks) - int(np.searchsorted(np.cumsum(sizes[::-1]), sizes.sum() // 2, side="right"))
+    return blocks[:first], blocks[first:]
 
 
 class Route:
@@ -107,11 +98,11 @@ class Route:
         self.queries = make_move(self.plan.queries_out, self.plan.queries_in, self._members)
 
     @functools.cached_property
-    def own_halves(self) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    def own_parts(self) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
         """The blocks of the own keys: those to compute while the first keys of others come in, and those to compute
         while what was computed for others goes home. The second may be none."""
         own, *others = self.plan.stages
-        return halve(own.blocks) if own.local and others else (own.blocks, ())
+        return part(own.blocks) if own.local and others else (own.blocks, ())
 
     def _key_move(self, stage: Stage) -> Move:
         return make_move(stage.sends, stage.receives, self._members, stage.relay)
