@@ -108,6 +108,8 @@ class Dispatcher:
         call: Callable[..., Any] = plan.local_call  # pyright: ignore[reportAssignmentType]
         local = call(*local_args, **local_kwargs) if local_kwargs else call(*local_args)
         output = plan.single
+        if plan.written is not None and args[plan.written]._origin is None:
+            return args[plan.written]
         if output is None or plan.written is not None or output.held is None:
             return self._finish(plan, local, func, args, kwargs or {})
         held = output.held

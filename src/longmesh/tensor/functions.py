@@ -23,7 +23,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from longmesh.rules.product import einsum_terms, matmul_backward
-from longmesh.tensor.direct import is_unseen
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.dtensor import DTensor, Factor
 
@@ -34,8 +33,8 @@ Function = Callable[..., Any]
 
 def run_below_autograd(op: Any, *args: Any) -> Any:
     """An op on DTensors as autograd would call it: modes see it."""
-    if is_unseen():
-        return dispatch(op, *args)
+    if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.maybe_current_level() is None:  # pyright: ignore[reportAttributeAccessIssue]
+        return dispatch.from_torch(op, (), args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
