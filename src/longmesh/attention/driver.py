@@ -4,7 +4,8 @@
     transfer   keys of 1  |   keys of 2  |             |   results for others go home
 
 Backward does the same stages again, with the gradients of stage s - 1 on their way home while stage s is computed. Of
-stage 0, the own keys, a part is left for the end where something goes home: it hides the way, and ranks that are late.
+stage 0, the own keys, the last blocks are left for the end where something goes home: they hide the way, and ranks that
+are late. A stage of one block is not parted.
 
 Shapes: B batch, H query heads, G key heads, S tokens of this rank (of its group, if heads are split), R
 queries computed here for others (rows S to S + R of the query buffer), K rows of a stage's key buffer,
