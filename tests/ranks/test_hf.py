@@ -5,6 +5,7 @@ import torch
 
 from longmesh import hf
 from longmesh.errors import LongmeshError
+from longmesh.hf.visible import visible
 from longmesh.testing import cpu_mesh
 
 LENGTH = 37
@@ -119,7 +120,7 @@ def test_bounds_and_padding_hold_both():
     padding = torch.ones(2, 6, dtype=torch.long)
     padding[1, 5:] = 0
     positions = torch.arange(6).expand(2, -1)
-    mask = hf._visible({"attention_mask": padding}, positions, [0, 2, 6])
+    mask = visible({"attention_mask": padding}, positions, [0, 2, 6])
     document, at = torch.tensor([0, 0, 1, 1, 1, 1]), torch.arange(6)
     same = document[:, None] == document
     for row in range(2):

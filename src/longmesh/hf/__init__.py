@@ -1,0 +1,19 @@
+"""transformers models over a cut sequence: attn_implementation="longmesh".
+
+    hf.register()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="longmesh")
+    with hf.context_parallel(mesh, batch) as part:          # batch: input_ids, labels, position_ids, attention_mask
+        loss = model(**part).loss                           # this rank's share: their sum is the mean over all
+        loss.backward()                                     # and gradients add up to those of one process
+
+Inside the scope the model sees this rank's tokens and their positions, and attention sees the whole sequence:
+causal, the model's sliding window, packed documents and padding together. Outside it, "longmesh" is transformers'
+own "sdpa".
+
+Pitfall: rows of padding see padding only, so what they predict is not what one process makes of them; don't label it.
+"""
+
+from longmesh.hf.interface import register
+from longmesh.hf.scope import context_parallel
+
+__all__ = ["context_parallel", "register"]

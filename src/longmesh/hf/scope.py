@@ -1,0 +1,68 @@
+"""The scope in which a model runs on this rank's part of a batch.
+
+Pitfall: labels are shifted before the cut, since a token's successor may be on another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.attention import Exchange, Layout, masks
+from longmesh.attention.scope import close_scope, cut_over, open_scope
+from longmesh.hf.visible import visible
+
+_IGNORED = -100
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    batch: Mapping[str, Any],
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    mask: masks.Mask | None = None,
+    layout: Layout | str | None = None,
+    exchange: Exchange | str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Cut a batch over the ranks of the mesh and yield this rank's, to call a model with inside the scope.
+
+    `batch` is whole on every rank: input_ids (rows, tokens) and, if there are any, labels, position_ids and
+    attention_mask (1 for tokens, 0 for padding), shaped alike. Documents packed into a row are found in position_ids
+    that start again, or given by `cu_seqlens`. Labels are those of each token, not shifted: they are shifted before
+    the cut, and the loss is divided by the number of labels of the whole batch.
+
+    >>> batch = {"input_ids": torch.arange(10)[None]}  # whole, on every rank
+    >>> with context_parallel(mesh, batch) as part:
+    ...     part["input_ids"].shape, part["position_ids"].shape
+    (torch.Size([1, 5]), torch.Size([1, 5]))
+    """
+    ids: Tensor = batch["input_ids"]
+    rows, seq_len = ids.shape
+    positions = batch.get("position_ids")
+    positions = torch.arange(seq_len, device=ids.device).expand(rows, -1) if positions is None else positions
+    positions = positions.expand(rows, -1)
+    seen = visible(batch, positions, cu_seqlens)
+    if mask is not None:
+        seen = mask if seen is None else seen & mask
+    cut = cut_over(mesh, seq_len, mask=seen, layout=layout, exchange=exchange)
+    engine = cut.lead
+    part = {name: value for name, value in batch.items() if name != "attention_mask"}
+    part["input_ids"] = engine.shard(ids, 1)
+    part["position_ids"] = engine.shard(positions, 1)
+    labels = batch.get("labels")
+    if labels is not None:
+        following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        part["labels"] = engine.shard(labels, 1)
+        part["shift_labels"] = engine.shard(following, 1)
+        part["num_items_in_batch"] = (following != _IGNORED).sum()
+    mode = open_scope(cut)
+    try:
+        yield part
+    finally:
+        close_scope(mode)

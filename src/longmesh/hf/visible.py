@@ -1,0 +1,60 @@
+"""What a batch's padding and packed documents hide from attention, as a mask of the whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from longmesh.attention import masks
+from longmesh.errors import LongmeshError
+
+
+def visible(
+    batch: Mapping[str, Any], positions: Tensor, cu_seqlens: Tensor | Sequence[int] | None
+) -> masks.Mask | None:
+    """What padding and packed documents hide, None if nothing."""
+    padding = batch.get("attention_mask")
+    if padding is not None and padding.ndim != 2:
+        raise LongmeshError(
+            f"hf.context_parallel: attention_mask is {tuple(padding.shape)}; give (rows, tokens), 1 for tokens and 0 "
+            "for padding, and other masks as mask="
+        )
+    seen = _documents(positions, cu_seqlens) if padding is None or cu_seqlens is not None else None
+    if padding is None or bool(padding.all()):
+        return seen
+    tokens = _without_padding(padding.bool())
+    return tokens if seen is None else seen & tokens
+
+
+def _documents(positions: Tensor, cu_seqlens: Tensor | Sequence[int] | None) -> masks.Mask | None:
+    """The documents of each row, by their bounds or by positions that start again; None if a row is one."""
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+        return masks.from_cu_seqlens(bounds, within=masks.full())
+    starts = positions.diff(dim=1) != 1
+    if not bool(starts.any()):
+        return None
+    lengths = [_runs(row.tolist()) for row in starts]
+    return masks.documents(lengths[0] if len(lengths) == 1 else lengths, within=masks.full())
+
+
+def _without_padding(padding: Tensor) -> masks.Mask:
+    """Padding at the ends of rows is documents of its own; between tokens, hidden key by key."""
+    edges = padding.diff(dim=1)
+    if bool((edges.sum(1) <= 2).all()) and not bool((edges.sum(1) == 2)[padding[:, 0]].any()):
+        lengths = [_runs(row.tolist()) for row in edges]
+        return masks.documents(lengths[0] if len(lengths) == 1 else lengths, within=masks.full())
+    return masks.mask_mod(lambda b, h, q_idx, kv_idx: padding[b, kv_idx], rows=padding.shape[0])
+
+
+def _runs(starts: list[bool]) -> list[int]:
+    """Lengths of the pieces of a row, from whether each token but the first begins one."""
+    lengths = [1]
+    for begins in starts:
+        if begins:
+            lengths.append(1)
+        else:
+            lengths[-1] += 1
+    return lengths
