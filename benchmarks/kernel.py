@@ -26,9 +26,9 @@ from attention_cases import (
 )
 from torch import Tensor
 
-from longmesh.attention.block import UNBOUNDED, Block
 from longmesh.attention.kernel.base import Gradients, Work, finish, zero_like
 from longmesh.attention.kernel.cpu_flash import CpuFlash
+from longmesh.attention.mask.block import UNBOUNDED, Block
 
 WINDOW = 1024
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from longmesh.attention import ContextParallel, Hybrid, Ulysses, masks
-from longmesh.attention.op import attend
+from longmesh.attention.execute.op import attend
 from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError
 from longmesh.testing.mesh import cpu_mesh

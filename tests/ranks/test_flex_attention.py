@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import longmesh
 from longmesh import Replicate, Shard, distribute_tensor
 from longmesh.attention import masks
-from longmesh.attention.cut_block_mask import create_block_mask_cached, rewrite_mask_mod
-from longmesh.attention.flex import create_cp_block_mask, flex_attention
+from longmesh.attention.scope.cut_block_mask import create_block_mask_cached, rewrite_mask_mod
+from longmesh.attention.scope.flex import create_cp_block_mask, flex_attention
 from longmesh.errors import LongmeshError
 from longmesh.experimental import context_parallel, context_parallel_shard, context_parallel_unshard
 from longmesh.parallel import AttentionParallel, parallelize_module

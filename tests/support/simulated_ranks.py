@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from longmesh.attention.driver import Task
-from longmesh.attention.function import Call, backward_rows, forward_rows
+from longmesh.attention.execute.driver import Task
+from longmesh.attention.execute.function import Call, backward_rows, forward_rows
+from longmesh.attention.execute.route import Route
 from longmesh.attention.kernel.base import Gradients, Kernel, Score
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.plan.attention_plan import AttentionPlan
-from longmesh.attention.route import Route
 
 PATIENCE_S = 60.0
 

@@ -5,9 +5,7 @@ print(plan.explain())
 """
 
 from longmesh.attention import masks
-from longmesh.attention.api import ContextParallel
-from longmesh.attention.block import UNBOUNDED, Block
-from longmesh.attention.cut_block_mask import create_block_mask_cached, rewrite_mask_mod
+from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.exchange.allgather import AllGather
 from longmesh.attention.exchange.auto import AutoExchange
 from longmesh.attention.exchange.base import Exchange
@@ -15,7 +13,6 @@ from longmesh.attention.exchange.hybrid import Hybrid
 from longmesh.attention.exchange.ring import Ring
 from longmesh.attention.exchange.sparse import Sparse
 from longmesh.attention.exchange.ulysses import HeadPart, HeadShare, Ulysses
-from longmesh.attention.flex import create_cp_block_mask, flex_attention
 from longmesh.attention.layout.auto import Auto
 from longmesh.attention.layout.base import Layout, Ownership, Workload
 from longmesh.attention.layout.contiguous import Contiguous
@@ -24,11 +21,14 @@ from longmesh.attention.layout.round_robin import RoundRobin
 from longmesh.attention.layout.solve import Solve
 from longmesh.attention.layout.striped import Striped
 from longmesh.attention.layout.zigzag import Zigzag
-from longmesh.attention.loss import cut_cross_entropy
-from longmesh.attention.packing import PackedDocuments, collate_rows, pack_documents
+from longmesh.attention.mask.block import UNBOUNDED, Block
 from longmesh.attention.plan.api import plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan, RankPlan, RowPlan, Rows, Stage
 from longmesh.attention.plan.stats import RankStats
+from longmesh.attention.scope.cut_block_mask import create_block_mask_cached, rewrite_mask_mod
+from longmesh.attention.scope.flex import create_cp_block_mask, flex_attention
+from longmesh.attention.tokens.loss import cut_cross_entropy
+from longmesh.attention.tokens.packing import PackedDocuments, collate_rows, pack_documents
 
 __all__ = [
     "UNBOUNDED",

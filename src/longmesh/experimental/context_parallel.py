@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from longmesh.attention import ContextParallel, Exchange, Layout, masks
-from longmesh.attention.cut_block_mask import cut_block_mask
-from longmesh.attention.scope import (
+from longmesh.attention.scope.cut_block_mask import cut_block_mask
+from longmesh.attention.scope.open_scopes import (
     close_scope,
     current_cut,
     cut_over,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longmesh.attention.reentrant import refuse_reentrant_checkpoint
-from longmesh.attention.scope import current_cut
+from longmesh.attention.scope.open_scopes import current_cut
+from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.errors import LongmeshError
 
 NAME = "longmesh"

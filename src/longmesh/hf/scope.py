@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention import Exchange, Layout, masks
-from longmesh.attention.scope import close_scope, cut_over, open_scope
+from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope
 from longmesh.hf.visible import visible
 
 _IGNORED = -100

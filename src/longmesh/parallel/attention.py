@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention import Exchange, Layout, masks
-from longmesh.attention.intercept import AttentionMode
-from longmesh.attention.scope import close_scope, cut_over, open_scope
+from longmesh.attention.scope.intercept import AttentionMode
+from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 from longmesh.parallel.style import ParallelStyle, describe_module

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from longmesh.attention import flex
-from longmesh.attention.captured import captured_tensors
-from longmesh.attention.cut_sequence import CutSequence, check_heads
 from longmesh.attention.layout.base import collect
 from longmesh.attention.layout.given import Given
+from longmesh.attention.mods.captured import captured_tensors
+from longmesh.attention.scope import flex
+from longmesh.attention.scope.cut_sequence import CutSequence, check_heads
 from longmesh.comm import MeshComm, comm_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Placement, Replicate, Shard

@@ -19,7 +19,7 @@ from torch.optim import AdamW
 
 from longmesh import checkpoint
 from longmesh.attention import AttentionPlan, PackedDocuments, cut_cross_entropy
-from longmesh.attention.packing import IGNORED
+from longmesh.attention.tokens.packing import IGNORED
 from longmesh.comm import CommEvent, CommObserver, observe_comm
 from longmesh.errors import LongmeshError
 from longmesh.train.data import Corpus

@@ -27,11 +27,11 @@ from longmesh.attention import (
     masks,
     plan_attention,
 )
-from longmesh.attention.block import Block
+from longmesh.attention.execute.route import part
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.layout.named import LAYOUTS
+from longmesh.attention.mask.block import Block
 from longmesh.attention.mask.slices import area, make_slices, union
-from longmesh.attention.route import part
 from support.attention_reference import check_close, inputs, reference
 from support.simulated_ranks import Clock, Network, attend
 

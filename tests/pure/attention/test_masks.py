@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from longmesh.attention import masks
-from longmesh.attention.block import UNBOUNDED
 from longmesh.attention.mask import slices as sl
+from longmesh.attention.mask.block import UNBOUNDED
 from longmesh.errors import LongmeshError
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from longmesh.attention.block import Block
 from longmesh.attention.kernel.base import Need, Score
 from longmesh.attention.kernel.choose import choose, need_of
+from longmesh.attention.mask.block import Block
 from longmesh.errors import LongmeshError
 
 CPU = Need("cpu", torch.float32, 64, 64)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longmesh.attention.block import UNBOUNDED, Block
 from longmesh.attention.kernel.base import Coordinates, Score, Work, finish
 from longmesh.attention.kernel.cuda_sdpa import CudaCudnn, CudaEfficient, CudaFlash, _window
 from longmesh.attention.kernel.flex import Flex, partial_gradients
 from longmesh.attention.kernel.math import Math
 from longmesh.attention.kernel.tiled import Shape
+from longmesh.attention.mask.block import UNBOUNDED, Block
 
 
 @pytest.mark.parametrize("kernel", [CudaFlash(), CudaEfficient(), CudaCudnn()], ids=lambda k: k.name)

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import torch
 
-from longmesh.attention.block import UNBOUNDED, Block
 from longmesh.attention.kernel.base import Coordinates, Score, Work
 from longmesh.attention.kernel.dropout import kept
 from longmesh.attention.kernel.math import Math
+from longmesh.attention.mask.block import UNBOUNDED, Block
 
 
 def at(B: int = 2, H: int = 3, rows: Iterable[int] = range(200), keys: Iterable[int] = range(300)):

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from longmesh.attention.block import UNBOUNDED, Block
-from longmesh.attention.captured import captured_tensors
 from longmesh.attention.kernel.base import Coordinates, Gradients, Kernel, Score, Work, finish, zero_like
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.kernel.dropout import kept
 from longmesh.attention.kernel.math import Math
-from longmesh.attention.merge import apply_sinks, empty_partial, sinks_gradient
+from longmesh.attention.kernel.merge import apply_sinks, empty_partial, sinks_gradient
+from longmesh.attention.mask.block import UNBOUNDED, Block
+from longmesh.attention.mods.captured import captured_tensors
 
 KERNELS = [CpuFlash(), Math(), Math(tile=7)]
 IDS = ["cpu_flash", "math", "math-7"]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from longmesh.attention.block import UNBOUNDED, Block
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.kernel.cuda_sdpa import CudaEfficient, CudaFlash
 from longmesh.attention.kernel.lower import Call, Tiling, lower
+from longmesh.attention.mask.block import UNBOUNDED, Block
 
 SMALL = Tiling(
     rows=8,

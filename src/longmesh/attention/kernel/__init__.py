@@ -6,7 +6,6 @@ final = finish(out, lse, dout)                                       # after the
 choice.kernel.backward(Work(q, k, v, blocks, score, where), final, gradients)  # once per stage
 """
 
-from longmesh.attention.captured import captured_tensors
 from longmesh.attention.kernel.base import (
     Coordinates,
     Final,
@@ -19,6 +18,7 @@ from longmesh.attention.kernel.base import (
     zero_like,
 )
 from longmesh.attention.kernel.choose import Choice, choose, kernels, need_of
+from longmesh.attention.mods.captured import captured_tensors
 
 __all__ = [
     "Choice",

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longmesh.attention.block import Block
 from longmesh.attention.kernel.dropout import kept
-from longmesh.attention.merge import Partial, accumulate_dtype
+from longmesh.attention.kernel.merge import Partial, accumulate_dtype
+from longmesh.attention.mask.block import Block
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from longmesh.attention.merge import merge_
+from longmesh.attention.kernel.merge import merge_
 
 
 def fold_heads(tensor_BHSD: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longmesh.attention.block import Block
 from longmesh.attention.kernel.base import Kernel, Need, Score
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.kernel.cuda_sdpa import CudaCudnn, CudaEfficient, CudaFlash
 from longmesh.attention.kernel.flex import Flex
 from longmesh.attention.kernel.math import Math
+from longmesh.attention.mask.block import Block
 from longmesh.errors import LongmeshError
 
 

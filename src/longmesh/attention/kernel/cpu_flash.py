@@ -15,8 +15,8 @@ from torch import Tensor
 
 from longmesh.attention.kernel.base import Need
 from longmesh.attention.kernel.lower import Tiling
+from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.attention.kernel.tiled import Shape, TiledKernel
-from longmesh.attention.merge import accumulate_dtype
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

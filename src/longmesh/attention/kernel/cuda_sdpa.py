@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longmesh.attention.block import UNBOUNDED
 from longmesh.attention.kernel.base import Need
 from longmesh.attention.kernel.lower import Tiling
 from longmesh.attention.kernel.tiled import Shape, TiledKernel
+from longmesh.attention.mask.block import UNBOUNDED
 
 _aten = torch.ops.aten
 _EVERYTHING = 1 << 40

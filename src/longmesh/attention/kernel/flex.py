@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from longmesh.attention.block import Block
-from longmesh.attention.captured import captured_tensors
 from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score, Work
 from longmesh.attention.kernel.lower import Tile, as_tile, coalesce
-from longmesh.attention.merge import Partial, empty_partial, merge_
+from longmesh.attention.kernel.merge import Partial, empty_partial, merge_
+from longmesh.attention.mask.block import Block
+from longmesh.attention.mods.captured import captured_tensors
 
 
 class Flex(Kernel):

@@ -27,7 +27,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from longmesh.attention.block import UNBOUNDED, Block
+from longmesh.attention.mask.block import UNBOUNDED, Block
 
 
 class Tiling(NamedTuple):

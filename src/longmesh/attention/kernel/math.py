@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longmesh.attention.block import Block
-from longmesh.attention.captured import captured_tensors
 from longmesh.attention.kernel import scores
 from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score, Work
 from longmesh.attention.kernel.lower import as_tile, coalesce
-from longmesh.attention.merge import Partial, accumulate_dtype, empty_partial, merge_
-from longmesh.attention.pairwise import apply_score_mod
+from longmesh.attention.kernel.merge import Partial, accumulate_dtype, empty_partial, merge_
+from longmesh.attention.mask.block import Block
+from longmesh.attention.mods.captured import captured_tensors
+from longmesh.attention.mods.pairwise import apply_score_mod
 
 
 class _Tile(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longmesh.attention.kernel.base import Coordinates, Score
 from longmesh.attention.kernel.lower import Call
-from longmesh.attention.pairwise import apply_mask_mod
+from longmesh.attention.mods.pairwise import apply_mask_mod
 
 
 def indices(

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longmesh.attention.block import Block
 from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score, Work
 from longmesh.attention.kernel.batch import (
     add_tiles_,
@@ -32,8 +31,9 @@ from longmesh.attention.kernel.batch import (
     read_tiles,
 )
 from longmesh.attention.kernel.lower import Call, Tiling, lower, num_first
+from longmesh.attention.kernel.merge import Partial, accumulate_dtype, blank_partial, empty_partial
 from longmesh.attention.kernel.scores import additive_mask
-from longmesh.attention.merge import Partial, accumulate_dtype, blank_partial, empty_partial
+from longmesh.attention.mask.block import Block
 
 
 class Shape(NamedTuple):

@@ -13,10 +13,10 @@ import itertools
 
 import numpy as np
 
-from longmesh.attention.block import UNBOUNDED
 from longmesh.attention.layout.base import Ownership, Workload, collect, even_bounds
 from longmesh.attention.layout.components import components
 from longmesh.attention.mask import slices
+from longmesh.attention.mask.block import UNBOUNDED
 from longmesh.attention.mask.slices import Q0
 
 PIECES_PER_SHARE = 0.8  # fewer, longer pieces than shares: a helper or two cost less than a piece more

@@ -17,11 +17,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from longmesh.attention.captured import captured_state
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, UNBOUNDED
-from longmesh.attention.pairwise import apply_mask_mod
-from longmesh.attention.whole_number import whole_number
+from longmesh.attention.mask.whole_number import whole_number
+from longmesh.attention.mods.captured import captured_state
+from longmesh.attention.mods.pairwise import apply_mask_mod
 from longmesh.errors import LongmeshError
 
 _EMPTY, _PARTIAL, _FULL = 0, 1, 2

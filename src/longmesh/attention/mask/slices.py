@@ -15,7 +15,7 @@ position to it cannot overflow; but two bounds must not be added to each other.
 
 import numpy as np
 
-from longmesh.attention.block import UNBOUNDED
+from longmesh.attention.mask.block import UNBOUNDED
 
 Q0, Q1, K0, K1, LO, HI, EW = range(7)
 COLUMNS = 7

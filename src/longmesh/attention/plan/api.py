@@ -22,10 +22,10 @@ from longmesh.attention.layout.zigzag import Zigzag
 from longmesh.attention.mask.band import causal
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import stride_slices
+from longmesh.attention.mask.whole_number import whole_number
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
 from longmesh.attention.plan.cost import cost_us
 from longmesh.attention.plan.schedule import make_schedule
-from longmesh.attention.whole_number import whole_number
 from longmesh.errors import LongmeshError
 
 

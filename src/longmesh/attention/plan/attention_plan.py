@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from longmesh.attention.block import Block
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.exchange.fragment import AT, OWNER, RANK, STAGE, START, STOP
 from longmesh.attention.exchange.ulysses import HeadShare
 from longmesh.attention.layout.base import Layout, Ownership
 from longmesh.attention.mask.base import Mask
+from longmesh.attention.mask.block import Block
 from longmesh.attention.plan.schedule import Schedule
 
 if TYPE_CHECKING:

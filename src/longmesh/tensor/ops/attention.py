@@ -16,13 +16,13 @@ import torch
 from torch._ops import OpOverload
 
 from longmesh.attention import masks, plan_attention
-from longmesh.attention.driver import Task
-from longmesh.attention.function import Call, backward_rows, forward_rows
+from longmesh.attention.execute.driver import Task
+from longmesh.attention.execute.function import Call, backward_rows, forward_rows
+from longmesh.attention.execute.route import Route
 from longmesh.attention.kernel.base import Gradients, Score
 from longmesh.attention.kernel.choose import choose, need_of
 from longmesh.attention.layout.base import collect
 from longmesh.attention.layout.given import Given
-from longmesh.attention.route import Route
 from longmesh.comm import MeshComm
 from longmesh.rules.lookup import can_read
 from longmesh.spec import Layout

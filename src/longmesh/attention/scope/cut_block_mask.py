@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from longmesh.attention.captured import captured_state
 from longmesh.attention.mask.base import Mask
+from longmesh.attention.mods.captured import captured_state
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longmesh.attention.function import Call, backward_rows, forward_rows, mark
-from longmesh.attention.heads import Q, to_tokens
+from longmesh.attention.execute.function import Call, backward_rows, forward_rows, mark
+from longmesh.attention.execute.heads import Q, to_tokens
 from longmesh.attention.kernel.base import Gradients, zero_like
 
 _KEPT = 6  # tensors that a group of heads of a batch row keeps: q, k, v, out, lse, queries of others

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longmesh.attention.captured import captured_tensors
 from longmesh.attention.kernel.base import Score
+from longmesh.attention.mods.captured import captured_tensors
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.errors import LongmeshError
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longmesh.attention.driver import Task, run_backward, run_forward
 from longmesh.attention.exchange.ulysses import HeadGroup
-from longmesh.attention.heads import KV, Q, by_head_groups
+from longmesh.attention.execute.driver import Task, run_backward, run_forward
+from longmesh.attention.execute.heads import KV, Q, by_head_groups
 from longmesh.attention.kernel.base import Gradients, finish, zero_like
-from longmesh.attention.merge import apply_sinks, sinks_gradient
+from longmesh.attention.kernel.merge import apply_sinks, sinks_gradient
 from longmesh.comm import AxisGroup, collectives
 
 

@@ -22,17 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from longmesh.attention import masks
-from longmesh.attention.api import ContextParallel
-from longmesh.attention.cut_block_mask import CutBlockMask
+from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.function import Call
+from longmesh.attention.execute.function import Call
+from longmesh.attention.execute.op import attend, cast_for_autocast, register_caller
 from longmesh.attention.kernel.base import Score
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.layout.given import Given
 from longmesh.attention.layout.named import layout_of
 from longmesh.attention.mask.base import Mask
-from longmesh.attention.op import attend, cast_for_autocast, register_caller
-from longmesh.attention.reentrant import refuse_reentrant_checkpoint
+from longmesh.attention.scope.cut_block_mask import CutBlockMask
+from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 

@@ -24,13 +24,13 @@ from torch.nn.attention.flex_attention import (
 )
 
 from longmesh.attention import masks
-from longmesh.attention.api import ContextParallel
-from longmesh.attention.cut_block_mask import CutBlockMask, MaskMod, cut_block_mask
-from longmesh.attention.cut_sequence import CutSequence
+from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.mask.base import Mask
-from longmesh.attention.reentrant import refuse_reentrant_checkpoint
-from longmesh.attention.scope import current_cut, engine_for
+from longmesh.attention.scope.cut_block_mask import CutBlockMask, MaskMod, cut_block_mask
+from longmesh.attention.scope.cut_sequence import CutSequence
+from longmesh.attention.scope.open_scopes import current_cut, engine_for
+from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.errors import LongmeshError
 
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.attention.api import ContextParallel
-from longmesh.attention.cut_sequence import CutSequence
+from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.intercept import AttentionMode
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.layout.named import layout_of
 from longmesh.attention.layout.zigzag import Zigzag
 from longmesh.attention.mask.base import Mask
+from longmesh.attention.scope.cut_sequence import CutSequence
+from longmesh.attention.scope.intercept import AttentionMode
 from longmesh.comm import MeshComm, comm_of
 from longmesh.errors import LongmeshError
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longmesh.attention.block import Block
 from longmesh.attention.exchange.fragment import OWNER, RANK, STAGE, START, STOP
+from longmesh.attention.mask.block import Block
 from longmesh.attention.mask.slices import COLUMNS, area
 from longmesh.attention.plan.attention_plan import RankPlan, RowPlan, Rows, Stage
 

@@ -26,7 +26,7 @@ from torch._ops import HigherOrderOperator
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from longmesh.attention.cut_sequence import CutSequence
+from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.errors import LongmeshError
 
 _REFUSED = frozenset(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from longmesh.attention.packing import IGNORED
+from longmesh.attention.tokens.packing import IGNORED
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 

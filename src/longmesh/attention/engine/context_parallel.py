@@ -25,22 +25,22 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.attention.agree import agree
-from longmesh.attention.captured import captured_tensors
-from longmesh.attention.check import Gathered, Signature, check_call, check_tokens, signature_of
-from longmesh.attention.driver import Task
+from longmesh.attention.engine.agree import agree
+from longmesh.attention.engine.check import Gathered, Signature, check_call, check_tokens, signature_of
 from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.function import Attend, Call, Gather
+from longmesh.attention.execute.driver import Task
+from longmesh.attention.execute.function import Attend, Call, Gather
+from longmesh.attention.execute.lse import AttendWithLse
+from longmesh.attention.execute.op import attend, cast_for_autocast, register_caller
+from longmesh.attention.execute.route import Route
 from longmesh.attention.kernel.base import Kernel, Score
 from longmesh.attention.kernel.choose import Choice, choose, need_of
 from longmesh.attention.layout.base import Layout
-from longmesh.attention.lse import AttendWithLse
 from longmesh.attention.mask.base import Mask
-from longmesh.attention.op import attend, cast_for_autocast, register_caller
+from longmesh.attention.mods.captured import captured_tensors
 from longmesh.attention.plan.adapt import adapt_plan
 from longmesh.attention.plan.api import plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan
-from longmesh.attention.route import Route
 from longmesh.comm import AxisGroup, comm_of
 from longmesh.errors import LongmeshError
 

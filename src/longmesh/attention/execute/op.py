@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longmesh.attention.function import Call, backward_rows, forward_rows
+from longmesh.attention.execute.function import Call, backward_rows, forward_rows
 from longmesh.attention.kernel.base import Gradients, Score
-from longmesh.attention.merge import accumulate_dtype
+from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.errors import LongmeshError
 
 

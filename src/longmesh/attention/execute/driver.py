@@ -23,12 +23,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from longmesh.attention.block import Block
 from longmesh.attention.exchange.ulysses import HeadGroup
+from longmesh.attention.execute.route import Move, Route
+from longmesh.attention.execute.rows import add_rows_, from_rows, place_rows, take_rows, to_rows
 from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Score, Work, zero_like
-from longmesh.attention.merge import Partial, accumulate_dtype, empty_partial, merge_
-from longmesh.attention.route import Move, Route
-from longmesh.attention.rows import add_rows_, from_rows, place_rows, take_rows, to_rows
+from longmesh.attention.kernel.merge import Partial, accumulate_dtype, empty_partial, merge_
+from longmesh.attention.mask.block import Block
 from longmesh.comm import AxisGroup
 from longmesh.comm.p2p import Pending, start_all_to_all, start_send_receive
 

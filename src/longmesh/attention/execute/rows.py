@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from longmesh.attention.route import Where
+from longmesh.attention.execute.route import Where
 
 
 def to_rows(*tensors_BHSD: Tensor) -> Tensor:

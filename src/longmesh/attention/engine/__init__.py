@@ -1,0 +1,1 @@
+"""ContextParallel: a plan with a mesh, its arguments checked and agreed on."""

@@ -1,0 +1,1 @@
+"""A plan carried out on one rank: stages, transfers, heads, autograd."""

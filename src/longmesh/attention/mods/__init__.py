@@ -1,0 +1,1 @@
+"""Functions of one pair that users give: score_mod and mask_mod."""
