@@ -93,7 +93,7 @@ def _convert(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
 
 
 def _one_to_torch(tensor: DTensor) -> Any:
-    tensor._settle()
+    tensor._apply_lookup_mask()
     mesh, placements = tensor.device_mesh, _their_placements(tensor)
     if tensor.requires_grad and not tensor.is_leaf:
         return theirs.DTensor.from_local(

@@ -8,7 +8,7 @@ import torch
 
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, MaskPartial, MeshShape, Partial, Shard
-from longmesh.tensor.mask_buffer import MaskBuffer, PendingLookup, settled_layout
+from longmesh.tensor.mask_buffer import MaskBuffer, PendingLookup, without_mask
 
 MASK = torch.tensor([[True, False], [False, True]])
 
@@ -69,4 +69,4 @@ def test_a_dropped_result_gives_its_reference_back():
 
 def test_a_settled_layout_is_a_plain_sum():
     mesh = MeshShape((2, 2))
-    assert settled_layout(Layout(mesh, [MaskPartial(), Shard(0)])) is Layout(mesh, [Partial(), Shard(0)])
+    assert without_mask(Layout(mesh, [MaskPartial(), Shard(0)])) is Layout(mesh, [Partial(), Shard(0)])

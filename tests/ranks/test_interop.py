@@ -31,7 +31,9 @@ def round_trips():
         assert [repr(p) for p in out.placements] == [repr(p) for p in x.placements]
         assert out.shape == x.shape and out.stride() == x.stride()
         back = from_torch(out)
-        assert back._held is x._held and back.to_local().data_ptr() == x.to_local().data_ptr()
+        assert (
+            back._tensor_layout is x._tensor_layout and back.to_local().data_ptr() == x.to_local().data_ptr()
+        )
         torch.testing.assert_close(back.full_tensor(), whole)
         if not any(p.is_partial() for p in placements):
             torch.testing.assert_close(out.full_tensor(), whole)

@@ -8,7 +8,7 @@ from longmesh import Partial, Replicate, Shard, distribute_tensor
 from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError
 from longmesh.experimental import register_sharding
-from longmesh.rules.registered import registered
+from longmesh.rules.table import registered
 from longmesh.tensor.dispatch import dispatch
 from longmesh.testing import cpu_mesh
 

@@ -23,7 +23,7 @@ from longmesh.debug.origin import Makers, in_backward, running_node
 from longmesh.plan import RedistributePlan
 from longmesh.spec import Layout
 from longmesh.tensor import DTensor
-from longmesh.tensor.mask_buffer import settled_layout
+from longmesh.tensor.mask_buffer import without_mask
 from longmesh.tensor.tree import all_tensors
 
 
@@ -73,7 +73,7 @@ class WatchedOp:
         fits = [
             i
             for i, x in enumerate(self.inputs)
-            if i not in moved and plan.src in (x.layout, settled_layout(x.layout)) and x.shape == plan.shape
+            if i not in moved and plan.src in (x.layout, without_mask(x.layout)) and x.shape == plan.shape
         ]
         exact = [i for i in fits if self.locals and self.locals[i] is local]
         self.moves.append(Move(plan, next(iter(exact or fits), None)))

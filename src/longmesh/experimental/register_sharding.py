@@ -19,8 +19,8 @@ from torch._ops import OpOverload
 from longmesh.errors import LongmeshError
 from longmesh.experimental.rule_check import check_rule
 from longmesh.experimental.written import run_written
-from longmesh.rules.registered import registered
 from longmesh.rules.rule import AxisRule, Meta, OpCall, OutMeta, Rule
+from longmesh.rules.table import registered
 from longmesh.spec import Placement, Shard
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.dispatch import dispatch

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from longmesh.rules.registered import registered
 from longmesh.rules.rule import Meta, OpCall
+from longmesh.rules.table import registered
 from longmesh.spec import Layout
-from longmesh.tensor.autograd import move, settle_lookup
+from longmesh.tensor.autograd import apply_lookup_mask, move
 from longmesh.tensor.dispatch import wrap
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_plan import Output, rule_name
@@ -30,7 +30,7 @@ def run_written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     written = [t for t in all_tensors(written_arguments(func, args, kwargs)) if isinstance(t, DTensor)]
     for tensor in written:
         if tensor._lookup is not None:
-            settle_lookup(tensor)
+            apply_lookup_mask(tensor)
     layouts, outputs = _plan(func, args, kwargs)
     moved: list[tuple[DTensor, DTensor]] = []
     wanted = iter(layouts)

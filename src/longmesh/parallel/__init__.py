@@ -2,11 +2,10 @@
 
 from longmesh.parallel.apply import parallelize_module
 from longmesh.parallel.attention import AttentionParallel
-from longmesh.parallel.colwise import ColwiseParallel
 from longmesh.parallel.loss import loss_parallel
 from longmesh.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from longmesh.parallel.rowwise import RowwiseParallel
 from longmesh.parallel.sequence import SequenceParallel
+from longmesh.parallel.sharded import ColwiseParallel, RowwiseParallel
 from longmesh.parallel.style import ParallelStyle
 
 __all__ = [

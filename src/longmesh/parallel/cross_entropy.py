@@ -162,7 +162,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         odds = shifted.sub_(lse.unsqueeze(dim)).exp_()
         ctx.save_for_backward(odds, place, is_own, share, ignored, divisor, own_weight)
-        ctx.terms, ctx.held, ctx.start = terms, logits._held, start
+        ctx.terms, ctx.held, ctx.start = terms, logits._tensor_layout, start
         shape = logits.shape[:dim] + logits.shape[dim + 1 :] if terms.reduction == "none" else ()
         return DTensor(result.to(x.dtype), mesh, out, shape, contiguous_stride(shape))
 

@@ -96,7 +96,7 @@ class _FusedEmbedding(torch.autograd.Function):
         check_range(whole, table.shape[0], 0)
         ctx.save_for_backward(whole)
         ctx.step, ctx.out, ctx.shape, ctx.rows = step, out, shape, rows
-        ctx.table, ctx.padding, ctx.by_frequency = table._held, padding, by_frequency
+        ctx.table, ctx.padding, ctx.by_frequency = table._tensor_layout, padding, by_frequency
         return result
 
     @staticmethod

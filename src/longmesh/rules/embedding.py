@@ -7,7 +7,7 @@ rows a rank keeps is not told by the arguments, so a gradient cut by rows is mad
 from __future__ import annotations
 
 from longmesh.rules.rule import AxisRule, OpCall, OutMeta, P, R, Rule, S, contiguous, line
-from longmesh.rules.view import LINEAR
+from longmesh.rules.view import LINEAR, no_lines
 
 MAX_MODE = 2
 
@@ -41,10 +41,6 @@ def bag_backward_lines(call: OpCall) -> list[AxisRule]:
         return [line([S(1) if m.index in (0, columns) else R for m in call.tensors], S(1))]
     rest = [R] * (len(call.tensors) - 1)
     return [line([S(1), *rest], S(1)), *(line([p, *rest], p) for p in LINEAR)]
-
-
-def no_lines(call: OpCall) -> list[AxisRule]:
-    return []
 
 
 RULES: dict[str, Rule] = {

@@ -27,7 +27,6 @@ from longmesh.rules import (
     strided,
     view,
 )
-from longmesh.rules.registered import registered
 from longmesh.rules.rule import Rule
 
 TABLE: dict[str, Rule] = {
@@ -51,6 +50,25 @@ TABLE: dict[str, Rule] = {
     **attention.RULES,
     **attention_cuda.RULES,
 }
+
+
+class RuleRegistry:
+    """Rules that users register, by op name; they come before the table's."""
+
+    def __init__(self) -> None:
+        self._rules: dict[str, Rule] = {}
+
+    def add(self, name: str, rule: Rule) -> None:
+        self._rules[name] = rule
+
+    def remove(self, name: str) -> None:
+        self._rules.pop(name, None)
+
+    def get(self, name: str) -> Rule | None:
+        return self._rules.get(name)
+
+
+registered = RuleRegistry()
 
 
 def find_rule(name: str) -> Rule | None:

@@ -21,8 +21,7 @@ from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial, Placement, Replicate
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.held import Held, hold
-from longmesh.tensor.mask_buffer import settled_layout
+from longmesh.tensor.mask_buffer import without_mask
 from longmesh.tensor.meta import (
     check_averages,
     contiguous_stride,
@@ -30,6 +29,7 @@ from longmesh.tensor.meta import (
     global_stride,
     stride_like,
 )
+from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,13 +48,13 @@ def held_of_parts(
     shape: tuple[int, ...],
     stride: tuple[int, ...] | None,
     dtype: torch.dtype,
-) -> Held:
+) -> TensorLayout:
     """What equal parts of `shape` make up; `stride` of a part, None if it is contiguous."""
     layout = _layout_of_parts(comm, placements, len(shape), dtype)
     layout.check_ndim(len(shape), shape)
     whole = even_global_shape(layout, shape)
     strides = contiguous_stride(whole) if stride is None else stride_like(whole, stride)
-    return hold(comm.mesh, layout, whole, strides, dtype)
+    return tensor_layout(comm.mesh, layout, whole, strides, dtype)
 
 
 def from_local(
@@ -88,7 +88,7 @@ def from_local(
 
 def to_local(tensor: DTensor, grad_placements: tuple[Placement, ...] | None) -> torch.Tensor:
     if tensor._lookup is not None:
-        settle_lookup(tensor)
+        apply_lookup_mask(tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
         return _ToLocal.apply(tensor, grad_placements)
     return tensor._local_tensor
@@ -121,17 +121,17 @@ def part_moved(
 ) -> torch.Tensor:
     """This rank's part of the tensor in another layout. Collective."""
     if tensor._lookup is not None:
-        settle_lookup(tensor)
-    local, held = tensor._local_tensor, tensor._held
+        apply_lookup_mask(tensor)
+    local, held = tensor._local_tensor, tensor._tensor_layout
     if dtype is not None:
         local = local.to(dtype)
-        held = hold(held.mesh, held.layout, held.shape, held.stride, dtype)
+        held = tensor_layout(held.mesh, held.layout, held.shape, held.stride, dtype)
     if held.layout is not layout:
         local = run_plan(held.route(layout), local, held.comm, async_op=async_op)
     return local
 
 
-def settle_lookup(tensor: DTensor) -> None:
+def apply_lookup_mask(tensor: DTensor) -> None:
     """Apply the mask of a pending lookup and give it back: the tensor becomes a plain pending sum, the same value.
 
     The local tensor is copied first where others may share it (a detached alias has a reference of its own).
@@ -141,8 +141,8 @@ def settle_lookup(tensor: DTensor) -> None:
     shared = lookup.buffer.refcount > 1
     local = tensor._local_tensor.clone() if shared else tensor._local_tensor
     tensor._local_tensor = lookup.buffer.apply_mask(local)
-    tensor._held = hold(
-        tensor._mesh, settled_layout(tensor._layout), tensor.shape, tensor.stride(), tensor.dtype
+    tensor._tensor_layout = tensor_layout(
+        tensor._mesh, without_mask(tensor._layout), tensor.shape, tensor.stride(), tensor.dtype
     )
     tensor._lookup = None
     lookup.release()

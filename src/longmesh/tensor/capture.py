@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 
 from longmesh.errors import LongmeshError
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.held import Held
 from longmesh.tensor.random import get_rng_state
+from longmesh.tensor.tensor_layout import TensorLayout
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 class _Trace:
     """One traced call: the graph of local ops, how its outputs are held, and their structure."""
 
-    def __init__(self, graph: GraphModule, outputs: list[Held | None], spec: pytree.TreeSpec) -> None:
+    def __init__(self, graph: GraphModule, outputs: list[TensorLayout | None], spec: pytree.TreeSpec) -> None:
         self.graph = graph
         self.outputs = outputs
         self.spec = spec
@@ -68,7 +68,7 @@ class Captured(Generic[Arguments, Result]):
         return wrapped[0] if trace.spec.is_leaf() else pytree.tree_unflatten(wrapped, trace.spec)
 
     def _trace(self, leaves: list[Any], spec: pytree.TreeSpec) -> _Trace:
-        outputs: list[Held | None] = []
+        outputs: list[TensorLayout | None] = []
         structure: list[pytree.TreeSpec] = []
 
         def run(*locals_: torch.Tensor) -> list[Any]:
@@ -78,7 +78,7 @@ class Captured(Generic[Arguments, Result]):
             ]
             args, kwargs = pytree.tree_unflatten(rebuilt, spec)
             results, result_spec = pytree.tree_flatten(self._fn(*args, **kwargs))
-            outputs.extend(r._held if isinstance(r, DTensor) else None for r in results)
+            outputs.extend(r._tensor_layout if isinstance(r, DTensor) else None for r in results)
             structure.append(result_spec)
             for result in results:
                 if isinstance(result, torch.Tensor) and result.requires_grad:
@@ -129,7 +129,7 @@ def _flatten(value: Any, leaves: list[Any]) -> Any:
 
 def _describe_leaf(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
-        return leaf._held, leaf.requires_grad
+        return leaf._tensor_layout, leaf.requires_grad
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), leaf
@@ -141,9 +141,9 @@ def _local(value: Any) -> Any:
 
 def _rebuild(leaf: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if isinstance(leaf, DTensor):
-        return _wrap(local, leaf._held, leaf.requires_grad)
+        return _wrap(local, leaf._tensor_layout, leaf.requires_grad)
     return local.requires_grad_(leaf.requires_grad)
 
 
-def _wrap(local: torch.Tensor, held: Held, requires_grad: bool) -> DTensor:
+def _wrap(local: torch.Tensor, held: TensorLayout, requires_grad: bool) -> DTensor:
     return DTensor(local, held.mesh, held.layout, held.shape, held.stride, requires_grad)

@@ -18,7 +18,7 @@ from longmesh.tensor.dtensor import DTensor
 def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
     """The box this rank holds, if there is something in it."""
     _check(tensor)
-    held = tensor._held
+    held = tensor._tensor_layout
     where = held.comm.coordinate
     sizes = torch.Size(map(int, held.layout.local_shape(held.shape, where)))
     if sizes.numel():

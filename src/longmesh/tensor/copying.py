@@ -18,7 +18,7 @@ def copy_of(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
         return memo[id(tensor)]
     if not tensor.is_leaf:
         raise RuntimeError("deepcopy of a DTensor that is not a leaf: detach() it first, as for any tensor")
-    tensor._settle()
+    tensor._apply_lookup_mask()
     local = tensor._local_tensor.detach().clone()
     result = rebuild(local, *_described(tensor))
     vars(result).update(vars(tensor), _origin=None)
@@ -31,7 +31,7 @@ def copy_of(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
 
 def state_of(tensor: DTensor) -> tuple[Any, ...]:
     """What pickle writes: a function and its arguments."""
-    tensor._settle()
+    tensor._apply_lookup_mask()
     local = tensor._local_tensor.detach()
     return rebuild, (local, *_described(tensor), isinstance(tensor, nn.Parameter))
 

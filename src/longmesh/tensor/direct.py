@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 Method = Callable[..., Any]
 
 
-def is_unseen() -> bool:
+def no_active_modes() -> bool:
     """Whether nobody stands between the user and the op: no mode, transform or autocast."""
     return not (
         torch._C._len_torch_dispatch_stack()
@@ -37,11 +37,14 @@ def binary(op: OpOverload, by_torch: Method) -> Method:
         if kind is type(self):
             if torch.is_grad_enabled() and (self.requires_grad or other.requires_grad):
                 return by_torch(self, other)
-            key, part = (self._held, other._held), other._local_tensor
+            key, part = (self._tensor_layout, other._tensor_layout), other._local_tensor
         elif kind is float or kind is int:
             if torch.is_grad_enabled() and self.requires_grad:
                 return by_torch(self, other)
-            key, part = (self._held, float if kind is float else other), other  # as `describe` has numbers
+            key, part = (
+                (self._tensor_layout, float if kind is float else other),
+                other,
+            )  # as `describe` has numbers
         else:
             return by_torch(self, other)
         result = self._run_known(op, key, (self._local_tensor, part))
@@ -58,7 +61,7 @@ def matmul(self: Any, other: Any) -> Any:
         or (torch.is_grad_enabled() and (self.requires_grad or other.requires_grad))
     ):
         return torch.Tensor.matmul(self, other)
-    key, parts = (self._held, other._held), (self._local_tensor, other._local_tensor)
+    key, parts = (self._tensor_layout, other._tensor_layout), (self._local_tensor, other._local_tensor)
     result = self._run_known(torch.ops.aten.mm.default, key, parts)
     return torch.Tensor.matmul(self, other) if result is None else result
 
@@ -69,7 +72,7 @@ def unary(op: OpOverload, by_torch: Method) -> Method:
     def method(self: Any) -> Any:
         if torch.is_grad_enabled() and self.requires_grad:
             return by_torch(self)
-        result = self._run_known(op, (self._held,), (self._local_tensor,))
+        result = self._run_known(op, (self._tensor_layout,), (self._local_tensor,))
         return by_torch(self) if result is None else result
 
     return method

@@ -21,10 +21,9 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
 from longmesh.errors import LongmeshError
-from longmesh.tensor.autograd import move, part_moved, settle_lookup
-from longmesh.tensor.direct import is_unseen
+from longmesh.tensor.autograd import apply_lookup_mask, move, part_moved
+from longmesh.tensor.direct import no_active_modes
 from longmesh.tensor.dtensor import DTensor, Factor, wrap as wrap_held
-from longmesh.tensor.held import Held, hold
 from longmesh.tensor.op_key import describe, describe_named, exact_key
 from longmesh.tensor.op_plan import OpPlan, Output, Recipe, is_pointwise, make_plan
 from longmesh.tensor.plain import (
@@ -35,6 +34,7 @@ from longmesh.tensor.plain import (
     value_of,
     writes_plain,
 )
+from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.tree import all_tensors, map_tensors
 from longmesh.tensor.view_origin import remember_origin, write_to_origin
 
@@ -91,7 +91,7 @@ class Dispatcher:
         local_args: list[Any] = []
         for value in args:
             if isinstance(value, DTensor):
-                parts.append(value._held)
+                parts.append(value._tensor_layout)
                 local_args.append(value._local_tensor)
             else:
                 local_args.append(describe(value, parts, table.reads_floats))
@@ -114,13 +114,13 @@ class Dispatcher:
             return self._finish(plan, local, func, args, kwargs or {})
         held = output.held
         if held.dtype is not local.dtype:
-            held = hold(held.mesh, held.layout, held.shape, held.stride, local.dtype)
-        kind = Factor if held.is_cut_inside else DTensor
+            held = tensor_layout(held.mesh, held.layout, held.shape, held.stride, local.dtype)
+        kind = Factor if held.is_sharded_inside else DTensor
         result = _make_wrapper(
             kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided, local.device
         )  # fmt: skip
         result._local_tensor = local
-        result._held = held
+        result._tensor_layout = held
         if plan.is_view and (plan.is_copy or args[0]._origin is not None):
             remember_origin(result, func, args, kwargs or {})
         return result
@@ -157,7 +157,7 @@ class Dispatcher:
         """The op on local parts, if its plan is known and as plain as can be, and nobody would see it."""
         table = self.tables.get(id(func))
         plan = table.usual.get(key) if table is not None else None
-        if plan is None or not plan.is_plain or plan.single is None or plan.is_view or not is_unseen():
+        if plan is None or not plan.is_plain or plan.single is None or plan.is_view or not no_active_modes():
             return None
         return wrap(plan.local_call(*parts), plan.single)  # pyright: ignore[reportOptionalCall]
 
@@ -166,7 +166,7 @@ class Dispatcher:
         table = self.tables.get(id(func))
         if (
             table is None
-            or not is_unseen()
+            or not no_active_modes()
             or args[0]._origin is not None
             or torch.is_inference_mode_enabled()
         ):
@@ -199,7 +199,7 @@ class Dispatcher:
             exact = exact_key(args, kwargs)
             plan = _get(table.plans, exact)
         if plan is None:
-            kinds = tuple([p.kind if type(p) is Held else p for p in exact or key or ()])
+            kinds = tuple([p.kind if type(p) is TensorLayout else p for p in exact or key or ()])
             recipe = _get(table.recipes, kinds)
             if recipe is not None:
                 plan = recipe.plan(args, kwargs)
@@ -226,7 +226,7 @@ class Dispatcher:
         self,
         plan: OpPlan,
         table: OpTable,
-        helds: list[Held],
+        helds: list[TensorLayout],
         key: tuple[Any, ...] | None,
         exact: tuple[Any, ...] | None,
     ) -> None:
@@ -291,11 +291,11 @@ class Dispatcher:
         return on_whole_tensors(func, args, kwargs)
 
 
-def _helds(tensors: list[torch.Tensor]) -> list[Held]:
-    return [t._held for t in tensors if isinstance(t, DTensor)]
+def _helds(tensors: list[torch.Tensor]) -> list[TensorLayout]:
+    return [t._tensor_layout for t in tensors if isinstance(t, DTensor)]
 
 
-def _pends(helds: list[Held]) -> bool:
+def _pends(helds: list[TensorLayout]) -> bool:
     """Whether a reduction is pending in any of them."""
     return any(held.layout.partial_axes for held in helds)
 
@@ -322,7 +322,7 @@ def _call_locally(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     def to_local(tensor: torch.Tensor) -> torch.Tensor:
         layout = next(moves)
         assert isinstance(tensor, DTensor)
-        local = tensor._local_tensor if tensor._held.layout is layout else part_moved(tensor, layout)
+        local = tensor._local_tensor if tensor._tensor_layout.layout is layout else part_moved(tensor, layout)
         tensors.append(local)
         return local
 
@@ -339,7 +339,7 @@ def wrap(local: torch.Tensor, output: Output) -> DTensor:
     dtype = local.dtype
     held = output.held
     if held is None or held.dtype is not dtype:
-        held = output.held = hold(output.mesh, output.layout, output.shape, output.stride, dtype)
+        held = output.held = tensor_layout(output.mesh, output.layout, output.shape, output.stride, dtype)
     return wrap_held(local, held)
 
 
@@ -367,7 +367,7 @@ def write_back(
         with no_dispatch():
             func(*args, **kwargs)  # the wrapper's own sizes and strides
         target = args[0]
-        target._local_tensor, target._held = result._local_tensor, result._held
+        target._local_tensor, target._tensor_layout = result._local_tensor, result._tensor_layout
         return target
     results = result if isinstance(result, (tuple, list)) else [result]
     for target, value in zip(targets, results, strict=False):
@@ -377,7 +377,7 @@ def write_back(
                 f"{tuple(value.shape)}; use the op that returns a new tensor"
             )
         if target._lookup is not None:
-            settle_lookup(target)
+            apply_lookup_mask(target)
         target._local_tensor.copy_(move(value, target._layout)._local_tensor)
         if target._origin is not None:
             write_to_origin(target, move)

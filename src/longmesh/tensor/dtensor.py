@@ -30,9 +30,9 @@ from longmesh.spec import (
 from longmesh.tensor import direct
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.foreign import refuse_fsdp
-from longmesh.tensor.held import Held, hold
 from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
+from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.view_origin import ViewOrigin
 from longmesh.tensor.view_route import check_view
 
@@ -56,10 +56,10 @@ class DTensor(torch.Tensor):
     (Partial(sum),)
     """
 
-    __slots__ = ("_held", "_local_tensor")
+    __slots__ = ("_local_tensor", "_tensor_layout")
 
     _local_tensor: torch.Tensor
-    _held: Held
+    _tensor_layout: TensorLayout
     # The mask of a pending lookup (a MaskPartial layout); few tensors have one, so it is no slot.
     _lookup: PendingLookup | None = None
     # Where a view that had to be copied comes from; no slot either.
@@ -82,9 +82,9 @@ class DTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> DTensor:
         """Wrap a local tensor that is already this rank's part. For users: `from_local`."""
-        held = hold(mesh, layout, shape, stride, local_tensor.dtype)
+        held = tensor_layout(mesh, layout, shape, stride, local_tensor.dtype)
         self = _make_wrapper(
-            Factor if held.is_cut_inside else DTensor,
+            Factor if held.is_sharded_inside else DTensor,
             shape,  # pyright: ignore[reportArgumentType]
             stride,  # pyright: ignore[reportArgumentType]
             0,
@@ -96,7 +96,7 @@ class DTensor(torch.Tensor):
             requires_grad,
         )
         self._local_tensor = local_tensor
-        self._held = held
+        self._tensor_layout = held
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -185,7 +185,7 @@ class DTensor(torch.Tensor):
     def view(self, *size: Any, **kwargs: Any) -> torch.Tensor:
         """As torch's, on the same local memory: an error where the layout can't be kept; reshape() moves data."""
         dims = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-        held = self._held
+        held = self._tensor_layout
         if held.layout.shard_dims and not held.is_symbolic and set(map(type, dims)) == {int}:
             check_view(held.layout, held.shape, dims)
         return _view(self, *size, **kwargs)
@@ -217,15 +217,15 @@ class DTensor(torch.Tensor):
 
     @property
     def _mesh(self) -> DeviceMesh:
-        return self._held.mesh
+        return self._tensor_layout.mesh
 
     @property
     def _layout(self) -> Layout:
-        return self._held.layout
+        return self._tensor_layout.layout
 
     @_layout.setter
     def _layout(self, layout: Layout) -> None:
-        self._held = self._held.with_layout(layout)
+        self._tensor_layout = self._tensor_layout.with_layout(layout)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -262,13 +262,13 @@ class DTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return copying.state_of(self)
 
-    def _settle(self) -> None:
+    def _apply_lookup_mask(self) -> None:
         """A pending lookup's mask goes with no copy of its parts: it is applied first."""
         if self._lookup is not None:
-            autograd.settle_lookup(self)
+            autograd.apply_lookup_mask(self)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[DeviceMesh, Layout, type[DTensor]]]:
-        self._settle()
+        self._apply_lookup_mask()
         return ["_local_tensor"], (self._mesh, self._layout, type(self))
 
     @staticmethod
@@ -338,14 +338,14 @@ def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Pla
     return wrap(local.detach(), held)
 
 
-def wrap(local: torch.Tensor, held: Held) -> DTensor:
+def wrap(local: torch.Tensor, held: TensorLayout) -> DTensor:
     """The DTensor whose part here is `local`. Positional arguments: this is every op's last step."""
-    kind = Factor if held.is_cut_inside else DTensor
+    kind = Factor if held.is_sharded_inside else DTensor
     result = _make_wrapper(
         kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided, local.device
     )  # fmt: skip
     result._local_tensor = local
-    result._held = held
+    result._tensor_layout = held
     return result
 
 

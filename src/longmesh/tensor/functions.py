@@ -44,7 +44,7 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     if torch._C._is_any_autocast_enabled():
         x, weight, bias = _cast(x, weight, bias)
     operands = (x, weight) if bias is None else (x, weight, bias)
-    if not _can_take(*operands) or len(weight._held.shape) != 2 or not x._held.shape:
+    if not _can_take(*operands) or len(weight._tensor_layout.shape) != 2 or not x._tensor_layout.shape:
         return NotImplemented
     if torch.is_grad_enabled() and (
         weight.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad)
@@ -88,7 +88,7 @@ def _can_take(*operands: Any) -> bool:
     for operand in operands:
         if not isinstance(operand, DTensor):
             return False
-        held = operand._held
+        held = operand._tensor_layout
         first = first or held
         if held.comm is not first.comm or held.dtype is not first.dtype:
             return False

@@ -88,7 +88,7 @@ class PendingLookup:
         self.release()
 
 
-def settled_layout(layout: Layout) -> Layout:
+def without_mask(layout: Layout) -> Layout:
     """The layout of a pending lookup once its mask is applied: plain pending sums."""
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, MaskPartial):

@@ -27,7 +27,7 @@ def describe(value: Any, parts: list[Any], reads_floats: bool = True) -> Any:
         parts.append(value)
         return value
     if isinstance(value, DTensor):
-        parts.append(value._held)
+        parts.append(value._tensor_layout)
         return value._local_tensor
     if kind is list or kind is tuple:
         parts.append(list)
@@ -48,7 +48,7 @@ def describe(value: Any, parts: list[Any], reads_floats: bool = True) -> Any:
             return value
         if isinstance(head, DTensor):
             try:
-                parts += [v._held for v in value]
+                parts += [v._tensor_layout for v in value]
                 return [v._local_tensor for v in value]
             except AttributeError:  # a plain tensor among them
                 pass

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from longmesh.comm import MeshComm, comm_of
 from longmesh.rules import LocalView, Meta, OpCall, OutMeta, Rule, find_rule
 from longmesh.spec import Layout
-from longmesh.tensor.held import Held
 from longmesh.tensor.propagate import Choice, choose
+from longmesh.tensor.tensor_layout import TensorLayout
 from longmesh.tensor.tree import map_tensors
 
 
@@ -33,7 +33,7 @@ class Output:
         self.layout = layout
         self.shape = shape
         self.stride = stride
-        self.held: Held | None = None
+        self.held: TensorLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def _describe_call(
     metas: list[Meta] = []
 
     def describe(tensor: Any) -> Meta:
-        held = tensor._held
+        held = tensor._tensor_layout
         layouts.append(held.layout)
         meta = Meta(len(metas), tuple(held.shape), tuple(held.stride), held.dtype)
         metas.append(meta)

@@ -29,7 +29,7 @@ taken_as_replicated: ContextVar[bool] = ContextVar("longmesh_taken_as_replicated
 
 def share_mesh(tensors: list[torch.Tensor]) -> bool:
     """Whether all are DTensors of one mesh, or plain scalars beside them."""
-    meshes = [t._held.mesh for t in tensors if isinstance(t, DTensor)]
+    meshes = [t._tensor_layout.mesh for t in tensors if isinstance(t, DTensor)]
     return (
         len(meshes) > 0
         and (len(meshes) == len(tensors) or all(isinstance(t, DTensor) or t.ndim == 0 for t in tensors))

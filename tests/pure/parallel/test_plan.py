@@ -123,7 +123,7 @@ def test_a_plan_that_is_none():
     with pytest.warns(UserWarning, match="without parallelize_plan= does nothing"):
         parallelize_module(model(), MESH)
     assert error_of(parallelize_module, model(), MESH, {"layers": ColwiseParallel}).startswith(
-        "the plan of layers is a ABCMeta: <class 'longmesh.parallel.colwise.ColwiseParallel'>; allowed are a "
+        "the plan of layers is a ABCMeta: <class 'longmesh.parallel.sharded.ColwiseParallel'>; allowed are a "
         "ParallelStyle (an instance, not the class) or a dict of names and styles"
     )
 

@@ -23,9 +23,9 @@ from longmesh.tensor.ops.pieces import (
     cutting_axes,
     gather_members,
     holders,
+    reduced,
     reduced_layout,
     reduced_shape,
-    settled,
     stand_in,
 )
 
@@ -44,7 +44,7 @@ def along_dim(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     dims = as_dims(given["dim"], x.ndim)
     if not is_ours(x, dims):
         return USUAL
-    x = settled(x)
+    x = reduced(x)
     keepdim, largest = given["keepdim"], "max" in func._schema.name
     values, indices = (_best_of_all if given["dim"] is None else _best_along)(x, dims, largest)
     values, indices = _pick(values, indices, x, dims, largest)
@@ -101,7 +101,7 @@ def top(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dims = as_dims(given["dim"], x.ndim) if x.ndim else ()
     if not dims or not is_ours(x, dims) or not 0 < given["k"] <= x.shape[dims[0]]:
         return USUAL
-    x = settled(x)
+    x = reduced(x)
     k, (dim,), largest = given["k"], dims, given["largest"]
     axes = cutting_axes(x._layout, dims)
     local = stand_in(x._local_tensor, dims)

@@ -132,7 +132,7 @@ def _is_ours(given: dict[str, Any]) -> bool:
 def _call(given: dict[str, Any]) -> Call:
     query: DTensor = given["query"]
     q, v = query._local_tensor, given["value"]._local_tensor
-    held = query._held
+    held = query._tensor_layout
     route = _route(
         held.comm,
         held.layout,

@@ -12,7 +12,8 @@ from longmesh.tensor import distributions
 from longmesh.tensor.dispatch import Handler
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import global_stride
-from longmesh.tensor.ops.random import draw_like, named_arguments, overwrite, settled
+from longmesh.tensor.ops.pieces import bind, reduced
+from longmesh.tensor.ops.random import draw_like, overwrite
 from longmesh.tensor.random import next_key
 
 aten = torch.ops.aten
@@ -20,10 +21,10 @@ aten = torch.ops.aten
 
 def native_dropout(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Linear in its input, so a pending sum stays pending under the mask."""
-    given = named_arguments(func, args, kwargs)
+    given = bind(func, args, kwargs)
     x, p, train = given["input"], given["p"], given["train"]
     linear = all(q.reduce_op in ("sum", "avg") for q in x.placements if isinstance(q, Partial))
-    x = x if linear else settled(x)
+    x = x if linear else reduced(x)
     keep = 1.0 if train is False else 1.0 - p
     key = next_key()
     mask = draw_like(x, distributions.bernoulli(keep), key, dtype=torch.bool)
@@ -39,7 +40,7 @@ def native_dropout_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dic
 
 def rrelu_with_noise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A random slope for each negative element, kept in `noise` for the backward."""
-    given = named_arguments(func, args, kwargs)
+    given = bind(func, args, kwargs)
     x, lower, upper = given["self"], float(given["lower"]), float(given["upper"])
     if not given["training"]:
         out = torch.nn.functional.leaky_relu(x, (lower + upper) / 2)

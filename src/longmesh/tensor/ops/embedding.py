@@ -19,7 +19,7 @@ from longmesh.spec import Layout, MaskPartial, Partial, Placement, Replicate, Sh
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import USUAL, Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.mask_buffer import PendingLookup, settled_layout
+from longmesh.tensor.mask_buffer import PendingLookup, without_mask
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.ops.recut import interval
 from longmesh.tensor.plain import replicate_plain
@@ -35,7 +35,7 @@ def lookup(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if mask is not None:
         del local.pending_mask
         result._lookup = PendingLookup.of_mask(mask)
-    elif settled_layout(result._layout) is not result._layout:  # this rank has all rows, the others none
+    elif without_mask(result._layout) is not result._layout:  # this rank has all rows, the others none
         result._lookup = PendingLookup.of_mask(local.new_zeros([1] * local.ndim, dtype=torch.bool))
     return result
 
@@ -53,7 +53,7 @@ def copy_pending(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     """detach, alias and clone of a pending lookup are pending, too."""
     tensor = args[0]
     if tensor._lookup is None:
-        is_pending = settled_layout(tensor._layout) is not tensor._layout
+        is_pending = without_mask(tensor._layout) is not tensor._layout
         return dispatch.run(func, args, kwargs) if is_pending else USUAL
     result = DTensor(
         func(tensor._local_tensor, **kwargs), tensor._mesh, tensor._layout, tensor.shape, tensor.stride()

@@ -51,13 +51,13 @@ def _may_stay(layout: Layout, is_linear: bool) -> bool:
 def _lie_alike(lead: torch.Tensor, others: Sequence[torch.Tensor], is_linear: bool) -> bool:
     if not isinstance(lead, DTensor):
         return not any(isinstance(other, DTensor) for other in others)
-    held = lead._held
+    held = lead._tensor_layout
     if not _may_stay(held.layout, is_linear):
         return False
     for other in others:
         if not isinstance(other, DTensor):
             return False
-        own = other._held
+        own = other._tensor_layout
         if own is not held and (
             own.layout is not held.layout or own.comm is not held.comm or own.shape != held.shape
         ):

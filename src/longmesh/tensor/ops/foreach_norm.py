@@ -59,7 +59,7 @@ def _cut_alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor) and tensor._layout.shard_dims:
             axes = tuple(isinstance(p, Shard) for p in tensor._layout.placements)
-            groups.setdefault((tensor._held.comm, axes), []).append(i)
+            groups.setdefault((tensor._tensor_layout.comm, axes), []).append(i)
     return list(groups.values())
 
 

@@ -63,8 +63,8 @@ def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     func(parts, found, factor)
     seen: list[Any] = []
     for tensor in (*grads, found_inf):
-        if isinstance(tensor, DTensor) and tensor._held.comm not in seen:
-            seen.append(tensor._held.comm)
+        if isinstance(tensor, DTensor) and tensor._tensor_layout.comm not in seen:
+            seen.append(tensor._tensor_layout.comm)
             _share_maximum(found, tensor)
     if isinstance(found_inf, DTensor):
         found_inf._local_tensor.copy_(found)

@@ -16,7 +16,7 @@ from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import USUAL, Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_plan import is_view
-from longmesh.tensor.ops.pieces import bind, settled
+from longmesh.tensor.ops.pieces import bind, reduced
 from longmesh.tensor.ops.recut import interval, recut
 from longmesh.tensor.plain import replicate_plain
 from longmesh.tensor.view_origin import remember_origin
@@ -24,11 +24,11 @@ from longmesh.tensor.view_origin import remember_origin
 aten = torch.ops.aten
 
 
-def linear_or_settled(tensor: DTensor) -> DTensor:
+def linear_or_reduced(tensor: DTensor) -> DTensor:
     """Zeros may be put around a pending sum or average; any other pending reduction is carried out first."""
     pending = [p for p in tensor._layout.placements if isinstance(p, Partial)]
     if any(isinstance(p, MaskPartial) or p.reduce_op not in ("sum", "avg") for p in pending):
-        return settled(tensor)
+        return reduced(tensor)
     return tensor
 
 
@@ -57,7 +57,7 @@ def slice_tensor(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def take_slice(tensor: DTensor, dim: int, first: int, count: int, step: int) -> DTensor:
     """`count` positions of a cut dim, from `first` on, every `step`-th. Collective."""
-    tensor = linear_or_settled(tensor)
+    tensor = linear_or_reduced(tensor)
     layout, size = tensor._layout, tensor.shape[dim]
     where = comm_of(tensor._mesh).coordinate
     begin, (_, length) = sliced_part(first, count, step, *interval(layout, dim, size, where))
@@ -80,7 +80,7 @@ def slice_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     dim = given["dim"] % len(sizes)
     if not grad._layout.cuts(dim):
         return USUAL
-    grad = linear_or_settled(grad)
+    grad = linear_or_reduced(grad)
     layout, count = grad._layout, grad.shape[dim]
     first, _ = slice_range(sizes[dim], given["start"], given["end"], step)
 
@@ -112,7 +112,7 @@ def slice_scatter(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         )
     if not tensor._layout.cuts(dim):
         return USUAL
-    tensor = settled(tensor)
+    tensor = reduced(tensor)
     layout = tensor._layout
     source = move(source, layout)
     comm = comm_of(tensor._mesh)

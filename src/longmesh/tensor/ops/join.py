@@ -14,8 +14,8 @@ from longmesh.spec import Coordinate
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import USUAL, Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.ops.index import linear_or_settled
-from longmesh.tensor.ops.pieces import bind, settled
+from longmesh.tensor.ops.index import linear_or_reduced
+from longmesh.tensor.ops.pieces import bind, reduced
 from longmesh.tensor.ops.recut import interval, recut
 from longmesh.tensor.plain import replicate_plain
 
@@ -35,7 +35,7 @@ def cat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     cut = [t for t in tensors if t._layout.cuts(dim)]
     if any(_others(t, dim) != _others(tensors[0], dim) for t in tensors):
         return USUAL
-    layout = settled(max(cut, key=torch.Tensor.numel))._layout
+    layout = reduced(max(cut, key=torch.Tensor.numel))._layout
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in given))
     pieces = [move(t, layout)._local_tensor.to(dtype) for t in tensors]
     sizes = [t.shape[dim] for t in tensors]
@@ -61,7 +61,7 @@ def constant_pad(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     cut = [d for d, width in widths.items() if tensor._layout.cuts(d) and width != (0, 0)]
     if not cut or any(tensor.shape[d] + sum(widths[d]) < 0 for d in widths):
         return USUAL
-    tensor = linear_or_settled(tensor) if value == 0 else settled(tensor)
+    tensor = linear_or_reduced(tensor) if value == 0 else reduced(tensor)
     for d in cut:
         tensor = _pad_cut_dim(tensor, d, *widths[d], value)
         pad[2 * (tensor.ndim - 1 - d)] = pad[2 * (tensor.ndim - 1 - d) + 1] = 0
@@ -86,7 +86,7 @@ def flip(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     cut = [d for d in dims if tensor._layout.cuts(d)]
     if not cut:
         return USUAL
-    tensor = linear_or_settled(tensor)
+    tensor = linear_or_reduced(tensor)
     layout, shape = tensor._layout, tensor.shape
     local = tensor._local_tensor.flip(dims)
     for d in cut:
@@ -109,7 +109,7 @@ def roll(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return USUAL
     for shift, dim in zip(shifts, dims, strict=True):
         if tensor._layout.cuts(dim) and tensor.shape[dim]:
-            tensor = _roll_cut_dim(linear_or_settled(tensor), dim, shift % tensor.shape[dim])
+            tensor = _roll_cut_dim(linear_or_reduced(tensor), dim, shift % tensor.shape[dim])
         else:
             tensor = dispatch.run(func, (tensor, [shift], [dim]), {})
     return tensor

@@ -15,7 +15,7 @@ from longmesh.rules.lookup import can_read, refuse_unread
 from longmesh.spec import Partial
 from longmesh.tensor.dispatch import Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.ops.pieces import bind, reduced_layout, settled
+from longmesh.tensor.ops.pieces import bind, reduced, reduced_layout
 from longmesh.tensor.plain import on_whole_tensors, replicate_plain
 
 aten = torch.ops.aten
@@ -30,19 +30,19 @@ def nll(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, target, weight, reduction, ignored = args
     if reduction != _MEAN or (x._layout.is_replicated and target._layout.is_replicated):
         return dispatch.run(func, args, kwargs)
-    target, num_wrong = _without_wrong_classes(settled(target), x.shape[0 if x.ndim == 1 else 1], ignored)
+    target, num_wrong = _without_wrong_classes(reduced(target), x.shape[0 if x.ndim == 1 else 1], ignored)
     total, weights = dispatch.run(func, (x, target, weight, _SUM, ignored), {})
     if total._layout is not weights._layout:
-        total, weights = settled(total), settled(weights)
+        total, weights = reduced(total), reduced(weights)
     terms = [total._local_tensor, weights._local_tensor]
     pending = set(total._layout.partial_axes)
     if num_wrong is not None and pending.issuperset(num_wrong._layout.partial_axes):
         # What is replicated along a pending axis is counted several times: still zero only if there is none.
         terms.append(num_wrong._local_tensor.to(terms[0].dtype))
     elif num_wrong is not None:
-        _refuse(settled(num_wrong)._local_tensor, x, ignored)
+        _refuse(reduced(num_wrong)._local_tensor, x, ignored)
     together = DTensor(torch.stack(terms), x._mesh, total._layout, (len(terms),), (1,))
-    found = settled(together)
+    found = reduced(together)
     total, weights, *flag = (
         DTensor(part.clone(), x._mesh, found._layout, (), ()) for part in found._local_tensor.unbind()
     )

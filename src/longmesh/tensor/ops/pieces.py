@@ -52,7 +52,7 @@ def cutting_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(axis for dim in dims for axis in layout.cuts(dim)))
 
 
-def settled(tensor: torch.Tensor) -> DTensor:
+def reduced(tensor: torch.Tensor) -> DTensor:
     """The tensor without pending reductions. Collective where there are any."""
     assert isinstance(tensor, DTensor)
     layout = tensor._layout

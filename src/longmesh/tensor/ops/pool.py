@@ -22,8 +22,8 @@ from longmesh.tensor.dispatch import Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import global_stride
 from longmesh.tensor.ops.halo import Halo, fetch, halos_of, padded, send_home
-from longmesh.tensor.ops.index import linear_or_settled
-from longmesh.tensor.ops.pieces import bind, settled
+from longmesh.tensor.ops.index import linear_or_reduced
+from longmesh.tensor.ops.pieces import bind, reduced
 
 aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ def max_pool(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     pool = _planned(func, given, "self")
     if pool is None:
         return dispatch.run(func, args, kwargs)
-    x = settled(given["self"])
+    x = reduced(given["self"])
     layout, comm = x._layout, comm_of(x._mesh)
     halos = halos_of(pool.slides, layout, layout, pool.out_shape, comm)
     local = padded(fetch(x._local_tensor, halos), halos, value=identity_of("max", x.dtype))
@@ -164,7 +164,7 @@ def avg_pool(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     pool = _planned(func, given, "self")
     if pool is None:
         return dispatch.run(func, args, kwargs)
-    x = linear_or_settled(given["self"])
+    x = linear_or_reduced(given["self"])
     layout, comm = x._layout, comm_of(x._mesh)
     halos = halos_of(pool.slides, layout, layout, pool.out_shape, comm)
     local = padded(fetch(x._local_tensor, halos), halos)

@@ -23,6 +23,7 @@ from longmesh.tensor.dispatch import Handler
 from longmesh.tensor.distributions import Distribution
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import contiguous_stride, global_stride
+from longmesh.tensor.ops.pieces import bind, reduced
 from longmesh.tensor.philox import Key
 from longmesh.tensor.plain import first_mesh, replicate_plain
 from longmesh.tensor.random import keeps_value, next_key, sample, std_of_parts
@@ -32,17 +33,6 @@ aten = torch.ops.aten
 
 Arguments = dict[str, Any]
 Maker = Callable[[torch.dtype, Arguments], Distribution]
-
-
-def named_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Arguments by schema name, defaults filled in."""
-    values: Arguments = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if position < len(args):
-            values[argument.name] = args[position]
-        else:
-            values[argument.name] = kwargs.get(argument.name, argument.default_value)
-    return values
 
 
 def draw_like(
@@ -62,11 +52,6 @@ def draw_like(
         local = torch.empty_like(like._local_tensor, dtype=kind).copy_(local)
         return DTensor(local, like._mesh, layout, like.shape, global_stride(like.shape, local))
     return DTensor(local, like._mesh, layout, like.shape, contiguous_stride(like.shape))
-
-
-def settled(tensor: DTensor) -> DTensor:
-    """The tensor with its pending reductions carried out. Collective if there are any."""
-    return move(tensor, gradient_layout(tensor._layout)) if tensor._layout.partial_axes else tensor
 
 
 # -- filled from numbers ---------------------------------------------------------------------------
@@ -103,7 +88,7 @@ def _part(dtype: torch.dtype) -> torch.dtype:
 
 def fill(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In place (uniform_) or new (uniform, rand_like): every element from the op's numbers alone."""
-    given = named_arguments(func, args, kwargs)
+    given = bind(func, args, kwargs)
     target: DTensor = given["self"]
     name = func._schema.name.removeprefix("aten::")
     dtype = given.get("dtype") or target.dtype
@@ -132,7 +117,7 @@ def overwrite(target: DTensor, value: Any) -> DTensor:
 
 def bernoulli_from_self(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """bernoulli(p): every element its own probability."""
-    p = settled(args[0])
+    p = reduced(args[0])
     key = next_key(kwargs.get("generator"))
     unit = draw_like(p, _fine_unit(p.dtype), key, dtype=_fine(p.dtype))
     local = (unit._local_tensor < p._local_tensor).to(p.dtype)
@@ -158,10 +143,10 @@ def _fine_unit(dtype: torch.dtype) -> Distribution:
 
 def normal_from_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """normal(mean, std) with tensors: mean + std * z."""
-    given = named_arguments(func, args, kwargs)
+    given = bind(func, args, kwargs)
     args, _ = replicate_plain(func, (given["mean"], given["std"]), {})
     mean, std = args
-    tensors = [settled(t) for t in args if isinstance(t, DTensor)]
+    tensors = [reduced(t) for t in args if isinstance(t, DTensor)]
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     like: Any = next((t for t in tensors if t.shape == shape), None)
     like = tensors[0].expand(shape) if like is None else like
@@ -171,7 +156,7 @@ def normal_from_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 def _on_mesh(tensor: torch.Tensor, like: DTensor) -> DTensor:
     if isinstance(tensor, DTensor):
-        return settled(tensor)
+        return reduced(tensor)
     whole = Layout.replicated(like._layout.mesh)
     return DTensor(tensor, like._mesh, whole, tensor.shape, tensor.stride())
 
@@ -179,7 +164,7 @@ def _on_mesh(tensor: torch.Tensor, like: DTensor) -> DTensor:
 def multinomial(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Rows may be cut; a row's weights come together. With replacement by the inverse of the cumulated
     weights, without by the order in which exponential clocks ring."""
-    given = named_arguments(func, args, kwargs)
+    given = bind(func, args, kwargs)
     weights, count = given["self"], given["num_samples"]
     classes = weights.shape[-1] if weights.ndim else 0
     if weights.ndim not in (1, 2) or count < 1 or (not given["replacement"] and count > classes):

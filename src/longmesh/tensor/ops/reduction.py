@@ -20,9 +20,9 @@ from longmesh.tensor.ops.pieces import (
     as_dims,
     bind,
     cutting_axes,
+    reduced,
     reduced_layout,
     reduced_shape,
-    settled,
     stand_in,
 )
 
@@ -40,14 +40,14 @@ def variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return USUAL
     correction = 1 if given["correction"] is None else given["correction"]
     dtype, keepdim = x.dtype, given["keepdim"]
-    wide = settled(x).to(torch.float32) if dtype in _HALVES else settled(x)
-    mean = settled(wide.mean(dims, keepdim=True))
+    wide = reduced(x).to(torch.float32) if dtype in _HALVES else reduced(x)
+    mean = reduced(wide.mean(dims, keepdim=True))
     distance = wide - mean
     squares = distance.abs().square() if x.is_complex() else distance.square()
     degrees = max(math.prod(x.shape[d] for d in dims) - correction, 0)
     total = squares.sum(dims, keepdim=keepdim)
     # A pending sum must not be divided by zero term by term.
-    result = (total if degrees else settled(total)) / degrees
+    result = (total if degrees else reduced(total)) / degrees
     if func._schema.name in ("aten::std", "aten::std_mean"):
         result = result.sqrt()
     result = result.to(dtype.to_real())
@@ -65,7 +65,7 @@ def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     dims = as_dims(given["dim"], x.ndim)
     if order in (0, 1) or math.isinf(order) or not x.numel() or not cutting_axes(x._layout, dims):
         return USUAL
-    x = settled(x)
+    x = reduced(x)
     dtype = (given["dtype"] or x.dtype).to_real()
     wide = given["dtype"] or x.dtype
     wide = torch.float32 if wide in _HALVES else wide
@@ -74,7 +74,7 @@ def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     powers = norm.pow(order) if math.prod(local.shape[d] for d in dims) else torch.zeros_like(norm)
     shape = reduced_shape(x.shape, dims, keepdim)
     layout = reduced_layout(x._layout, dims, keepdim, Partial())
-    return settled(DTensor(powers, x._mesh, layout, shape, contiguous_stride(shape))).pow(1 / order).to(dtype)
+    return reduced(DTensor(powers, x._mesh, layout, shape, contiguous_stride(shape))).pow(1 / order).to(dtype)
 
 
 def log_sum_exp(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,10 +85,10 @@ def log_sum_exp(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not x.numel() or not cutting_axes(x._layout, dims) or x.is_complex():
         return USUAL
     dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-    wide = settled(x).to(torch.float32 if dtype in _HALVES else dtype)
-    top = settled(wide.amax(dims, keepdim=True))
+    wide = reduced(x).to(torch.float32 if dtype in _HALVES else dtype)
+    top = reduced(wide.amax(dims, keepdim=True))
     top = top.masked_fill(top.abs() == math.inf, 0.0)
-    result = settled((wide - top).exp().sum(dims, keepdim=True)).log() + top
+    result = reduced((wide - top).exp().sum(dims, keepdim=True)).log() + top
     result = result if given["keepdim"] else result.reshape(reduced_shape(x.shape, dims, False))
     return result.to(dtype)
 

@@ -18,7 +18,7 @@ from longmesh.comm import comm_of
 from longmesh.tensor.dispatch import USUAL, Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import contiguous_stride
-from longmesh.tensor.ops.pieces import as_dims, bind, cutting_axes, gather_members, settled
+from longmesh.tensor.ops.pieces import as_dims, bind, cutting_axes, gather_members, reduced
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ def scanning(
 
 def _ready(x: DTensor, dtype: torch.dtype | None) -> DTensor:
     """Without pending reductions, in the element type of the result: integers are scanned as int64."""
-    x = settled(x)
+    x = reduced(x)
     wanted = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     return x if x.dtype is wanted else x.to(wanted)  # pyright: ignore[reportReturnType]
 
@@ -81,7 +81,7 @@ def running_extremum(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     dims = as_dims(dim, x.ndim)
     if not x.numel() or not cutting_axes(x._layout, dims):
         return USUAL
-    x = settled(x)
+    x = reduced(x)
     (dim,) = dims
     is_max = func is aten.cummax.default
     scan: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch.cummax if is_max else torch.cummin
@@ -106,7 +106,7 @@ def histogram(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     low, high = given["min"], given["max"]
     if low != high or not x.numel() or x._layout.is_replicated:
         return USUAL
-    low, high = (settled(v)._local_tensor.item() for v in torch.aminmax(settled(x)))
+    low, high = (reduced(v)._local_tensor.item() for v in torch.aminmax(reduced(x)))
     if low == high:
         low, high = low - 1, high + 1
     return dispatch.run(func, (x, given["bins"], low, high), {})

@@ -3,7 +3,7 @@
     softmax      maximum of the whole, then the sum of exponentials
     layer norm   mean of the whole, then the mean of squared deviations
 
-Written with ops on DTensors: a reduction over the cut dim is pending, and small enough to be settled at once.
+Written with ops on DTensors: a reduction over the cut dim is pending, and small enough to be reduced at once.
 Half precision is computed in float32, as torch's kernels do.
 """
 
@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from longmesh.tensor.dispatch import USUAL, Handler
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.ops.pieces import as_dims, cutting_axes, settled
+from longmesh.tensor.ops.pieces import as_dims, cutting_axes, reduced
 
 aten = torch.ops.aten
 
@@ -24,25 +24,25 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    whole = settled(tensor)
+    whole = reduced(tensor)
     return whole.to(torch.float32) if whole.dtype in _HALVES else whole
 
 
 def softmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """_softmax and _log_softmax."""
     x, dim, half_to_float = args
-    if dim in range(-x.ndim, x.ndim) and dim % x.ndim not in x._held.layout.shard_dims:
+    if dim in range(-x.ndim, x.ndim) and dim % x.ndim not in x._tensor_layout.layout.shard_dims:
         return USUAL
     dims = as_dims(dim, x.ndim)
     if not x.numel() or not cutting_axes(x._layout, dims) or not x.is_floating_point():
         return USUAL
     dtype = torch.float32 if half_to_float else x.dtype
     wide = widened(x)
-    shifted = wide - settled(wide.amax(dims, keepdim=True))
+    shifted = wide - reduced(wide.amax(dims, keepdim=True))
     if func is aten._log_softmax.default:
-        return (shifted - settled(shifted.exp().sum(dims, keepdim=True)).log()).to(dtype)
+        return (shifted - reduced(shifted.exp().sum(dims, keepdim=True)).log()).to(dtype)
     powers = shifted.exp()
-    return (powers / settled(powers.sum(dims, keepdim=True))).to(dtype)
+    return (powers / reduced(powers.sum(dims, keepdim=True))).to(dtype)
 
 
 def softmax_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -53,9 +53,9 @@ def softmax_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         return USUAL
     grad, output = widened(grad), widened(output)
     if func is aten._log_softmax_backward_data.default:
-        return (grad - output.exp() * settled(grad.sum(dims, keepdim=True))).to(input_dtype)
+        return (grad - output.exp() * reduced(grad.sum(dims, keepdim=True))).to(input_dtype)
     product = grad * output
-    return (product - output * settled(product.sum(dims, keepdim=True))).to(input_dtype)
+    return (product - output * reduced(product.sum(dims, keepdim=True))).to(input_dtype)
 
 
 def layer_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,9 +65,9 @@ def layer_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not dims or not x.numel() or not cutting_axes(x._layout, dims):
         return USUAL
     wide = widened(x)
-    mean = settled(wide.mean(dims, keepdim=True))
+    mean = reduced(wide.mean(dims, keepdim=True))
     centred = wide - mean
-    rstd = settled(centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    rstd = reduced(centred.square().mean(dims, keepdim=True) + eps).rsqrt()
     output = centred * rstd
     if weight is not None:
         output = output * weight
@@ -88,8 +88,8 @@ def layer_norm_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     results: list[Any] = [None, None, None]
     if mask[0]:
         scaled = grad if weight is None else grad * weight
-        along = settled(scaled.mean(dims, keepdim=True))
-        across = settled((scaled * unit).mean(dims, keepdim=True))
+        along = reduced(scaled.mean(dims, keepdim=True))
+        across = reduced((scaled * unit).mean(dims, keepdim=True))
         results[0] = ((scaled - along - unit * across) * rstd).to(x.dtype)
     rows = list(range(dims[0]))
     for i, term, parameter in ((1, grad * unit, weight), (2, grad, bias)):

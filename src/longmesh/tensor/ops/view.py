@@ -23,7 +23,7 @@ from longmesh.tensor.dispatch import USUAL, Handler
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import global_stride
 from longmesh.tensor.op_plan import is_view
-from longmesh.tensor.ops.index import linear_or_settled
+from longmesh.tensor.ops.index import linear_or_reduced
 from longmesh.tensor.ops.recut import interval
 from longmesh.tensor.view_origin import remember_origin
 from longmesh.tensor.view_route import ViewRoute, view_route
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 def view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
-    held = tensor._held
+    held = tensor._tensor_layout
     if held.is_symbolic or not held.layout.shard_dims:
         return USUAL
     route, after = _planned(held.layout, held.shape, tuple(args[1] if len(args) > 1 else kwargs["size"]))
@@ -56,7 +56,7 @@ def _planned(
 
 
 def _exchange(tensor: DTensor, route: ViewRoute, after: tuple[int, ...]) -> DTensor:
-    tensor = linear_or_settled(tensor)
+    tensor = linear_or_reduced(tensor)
     if route.source.placements != tensor._layout.placements:
         route = view_route(tensor._layout, tuple(tensor.shape), after) or route
         tensor = move(tensor, route.source)

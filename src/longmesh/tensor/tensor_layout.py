@@ -1,7 +1,7 @@
-"""Held: how one tensor lies on a mesh (mesh, layout, global shape, stride, dtype), as one interned object.
+"""TensorLayout: mesh, layout, global shape, stride and dtype of a tensor, as one interned object.
 
 Every DTensor points to one, and an op's cache key is made of them: comparing and hashing by identity is what
-makes looking up an op's plan cheap. Sizes that are symbolic don't hash; such a `Held` is nobody else's, and
+makes looking up an op's plan cheap. Sizes that are symbolic don't hash; such a `TensorLayout` is not shared, and
 what depends on it is not cached.
 """
 
@@ -19,14 +19,14 @@ from longmesh.spec import Layout
 from longmesh.tensor.meta import contiguous_stride
 
 
-class Held:
-    """How a tensor is held. Interned unless `is_symbolic`: equal means identical."""
+class TensorLayout:
+    """How a tensor is laid out. Interned unless `is_symbolic`: equal means identical."""
 
     __slots__ = (
         "comm",
         "dtype",
         "face_stride",
-        "is_cut_inside",
+        "is_sharded_inside",
         "is_symbolic",
         "kind",
         "layout",
@@ -46,17 +46,17 @@ class Held:
     face_stride: tuple[int, ...] | None
     is_symbolic: bool
     # Whether a dim between the first and the last is cut: as rows of a matrix the parts would not be one piece each.
-    is_cut_inside: bool
+    is_sharded_inside: bool
     # One object for all that differ in sizes alone, beyond whether a size is 0, 1 or larger.
     kind: object
     # Plans to other layouts, once made.
     routes: dict[Layout, RedistributePlan]
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Held:
+    def __deepcopy__(self, memo: dict[int, object]) -> TensorLayout:
         return self
 
-    def with_layout(self, layout: Layout) -> Held:
-        return hold(self.mesh, layout, self.shape, self.stride, self.dtype)
+    def with_layout(self, layout: Layout) -> TensorLayout:
+        return tensor_layout(self.mesh, layout, self.shape, self.stride, self.dtype)
 
     def route(self, layout: Layout) -> RedistributePlan:
         """The plan from here to `layout`. For concrete sizes: a compiler specialises here."""
@@ -71,7 +71,7 @@ class Held:
 
 class _Registry:
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Held] = {}
+        self._known: dict[tuple[Any, ...], TensorLayout] = {}
         self._kinds: dict[tuple[Any, ...], object] = {}
 
     def get(
@@ -81,7 +81,7 @@ class _Registry:
         shape: Sequence[int],
         stride: Sequence[int],
         dtype: torch.dtype,
-    ) -> Held:
+    ) -> TensorLayout:
         comm = comm_of(mesh)
         key = (comm, layout, shape, stride, dtype)
         try:
@@ -94,24 +94,24 @@ class _Registry:
             found = self._known[key] = self._make(mesh, key, is_symbolic=False)
         return found
 
-    def _make(self, mesh: DeviceMesh, key: tuple[Any, ...], *, is_symbolic: bool) -> Held:
-        held = object.__new__(Held)
+    def _make(self, mesh: DeviceMesh, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorLayout:
+        held = object.__new__(TensorLayout)
         held.mesh = mesh
         held.comm, held.layout, held.shape, held.stride, held.dtype = key
         held.is_symbolic = is_symbolic
         held.face_stride = (
             held.stride if is_symbolic or held.stride != contiguous_stride(held.shape) else None
         )
-        held.is_cut_inside = any(0 < dim < len(held.shape) - 1 for dim in held.layout.shard_dims)
+        held.is_sharded_inside = any(0 < dim < len(held.shape) - 1 for dim in held.layout.shard_dims)
         held.routes = {}
         held.kind = held if is_symbolic else self._kind(held)
         return held
 
-    def _kind(self, held: Held) -> object:
+    def _kind(self, held: TensorLayout) -> object:
         sizes = tuple([n if n < 2 else 2 for n in held.shape])
         return self._kinds.setdefault((held.comm, held.layout, held.dtype, sizes), object())
 
 
 _registry = _Registry()
 
-hold = _registry.get
+tensor_layout = _registry.get

@@ -1,4 +1,4 @@
-"""What ColwiseParallel and RowwiseParallel share: cut a module's parameters, and give it the step that runs them."""
+"""ColwiseParallel and RowwiseParallel: shard a module's parameters, and give it the step that runs them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from longmesh.spec import Placement, Replicate, Shard
 from longmesh.tensor import DTensor
 
 
-class CutStyle(ParallelStyle):
+class ShardedStyle(ParallelStyle):
     """A style that cuts an nn.Linear or nn.Embedding; `by_rows` and the default layouts are its subclass's."""
 
     by_rows: bool
@@ -104,3 +104,40 @@ class CutStyle(ParallelStyle):
             f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
             f"use_local_output={self.use_local_output}, overlap={self.overlap})"
         )
+
+
+class ColwiseParallel(ShardedStyle):
+    """Cut an nn.Linear or nn.Embedding by its output features.
+
+    A plain input is taken to lie as `input_layouts` (default: whole on every rank); the output lies as
+    `output_layouts` (default: cut along its last dim) and is this rank's plain tensor, or with
+    `use_local_output=False` a DTensor. With `overlap=True` a Linear whose input is cut along another dim than
+    its last multiplies the parts of the input as they arrive.
+
+    >>> linear = parallelize_module(nn.Linear(4, 5), mesh, ColwiseParallel())
+    >>> linear(torch.ones(2, 4)).shape  # three of five features
+    torch.Size([2, 3])
+    """
+
+    by_rows = False
+    default_input = Replicate()
+    default_output = Shard(-1)
+
+
+class RowwiseParallel(ShardedStyle):
+    """Cut an nn.Linear by its input features, an nn.Embedding by its rows.
+
+    A plain input is taken to lie as `input_layouts` (default: cut along its last dim; give Replicate() for the
+    indices of an Embedding); the output lies as `output_layouts` (default: whole on every rank) and is this
+    rank's plain tensor, or with `use_local_output=False` a DTensor. With `overlap=True` a Linear whose output is
+    cut along another dim than its last multiplies the parts of the output's gradient as they arrive.
+
+    >>> model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    >>> model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    >>> model(torch.ones(2, 4)).shape, model[1].weight.placements
+    (torch.Size([2, 3]), (Shard(dim=1),))
+    """
+
+    by_rows = True
+    default_input = Shard(-1)
+    default_output = Replicate()
