@@ -16,17 +16,16 @@ from typing import Any
 import torch
 import torch.distributed.tensor as theirs
 from torch import nn
-from torch.distributed.tensor._dtensor_spec import DTensorSpec as TheirSpec, TensorMeta as TheirMeta
-from torch.distributed.tensor._ops._embedding_ops import _MaskPartial as TheirMaskPartial
-from torch.distributed.tensor.placement_types import _StridedShard as TheirStridedShard
-from torch.utils import _pytree as pytree
 
+from longmesh._torch import own_buffers, own_parameters, torch_spec_types, tree_map
 from longmesh.errors import LongmeshError
 from longmesh.parallel.modules import Styled, is_styled
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
 from longmesh.tensor import DTensor
 
 __all__ = ["from_torch", "to_torch"]
+
+TheirSpec, TheirMeta, TheirMaskPartial, TheirStridedShard = torch_spec_types()
 
 
 def to_torch(value: object) -> Any:
@@ -79,14 +78,14 @@ def _convert(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
     if isinstance(value, nn.Module):
         done: dict[int, Any] = {}
         for module in value.modules():
-            for tensors in (module._parameters, module._buffers):
+            for tensors in (own_parameters(module), own_buffers(module)):
                 for name, tensor in tensors.items():
                     if isinstance(tensor, kind):
                         if id(tensor) not in done:
                             done[id(tensor)] = convert(tensor)
                         tensors[name] = done[id(tensor)]
         return value
-    return pytree.tree_map(lambda leaf: convert(leaf) if isinstance(leaf, kind) else leaf, value)
+    return tree_map(lambda leaf: convert(leaf) if isinstance(leaf, kind) else leaf, value)
 
 
 # -- one tensor ------------------------------------------------------------------------------------

@@ -17,12 +17,11 @@ from itertools import pairwise
 
 import torch
 
+from longmesh._torch import functional_collectives as _ops
 from longmesh.comm.groups import AxisGroup
 from longmesh.comm.lost import lost
 from longmesh.comm.record import CommEvent, call_site, is_recording, tell_collective, tell_done
 from longmesh.errors import LongmeshError
-
-_ops = torch.ops._c10d_functional
 
 _GLOO_DTYPES = frozenset(
     (

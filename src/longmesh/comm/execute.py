@@ -10,8 +10,8 @@ import functools
 import math
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from longmesh._torch import AsyncCollectiveTensor
 from longmesh.comm import collectives
 from longmesh.comm.groups import AxisGroup, MeshComm
 from longmesh.comm.local import make_terms

@@ -10,14 +10,15 @@ import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+
+from longmesh._torch import world_store
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.05
 
 
 def open_store() -> dist.Store:
     """A connection of our own to the store the world was made with."""
-    return _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
+    return world_store().clone()
 
 
 def wait_for_keys(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:

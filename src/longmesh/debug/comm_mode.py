@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from longmesh._torch import TorchDispatchMode
 from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm
 from longmesh.comm.record import is_told
 from longmesh.debug import comm_report

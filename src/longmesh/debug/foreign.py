@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
+from longmesh._torch import group_named
 from longmesh.comm import CommEvent
 from longmesh.comm.record import call_site
 from longmesh.tensor.tree import all_tensors
@@ -107,7 +107,7 @@ def _group_size(args: tuple[Any, ...]) -> int:
     for value in args:
         if isinstance(value, str):
             try:
-                return _resolve_process_group(GroupName(value)).size()
+                return group_named(value).size()
             except (RuntimeError, ValueError):
                 continue  # the name of a reduction
         if isinstance(value, torch.ScriptObject):

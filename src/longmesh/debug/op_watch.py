@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from longmesh._torch import OpOverload, TorchDispatchMode
 from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm, run_plan
 from longmesh.comm.record import call_site, is_told
 from longmesh.debug.origin import Makers, in_backward, running_node

@@ -8,22 +8,13 @@ any tensor, and the graph stays as it is.
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import torch
-from torch.autograd import _get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+from longmesh._torch import in_backward, next_node_number, node_number, running_node
+
+__all__ = ["Makers", "Spans", "in_backward", "running_node"]
 
 Value = TypeVar("Value")
-
-
-def in_backward() -> bool:
-    """Whether this thread is running a backward pass (also if that recomputes a forward)."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def running_node() -> Any:
-    """The autograd node this thread is running, or None."""
-    return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Spans(Generic[Value]):
@@ -35,14 +26,14 @@ class Spans(Generic[Value]):
 
     def note(self, value: Value) -> None:
         """Nodes that are made from now on belong to `value`."""
-        self._starts.append(_get_sequence_nr())
+        self._starts.append(next_node_number())
         self._values.append(value)
 
     def of_running_node(self) -> Value | None:
         node = running_node()
         if node is None:
             return None
-        place = bisect_right(self._starts, node._sequence_nr()) - 1
+        place = bisect_right(self._starts, node_number(node)) - 1
         return self._values[place] if place >= 0 else None
 
 
@@ -54,8 +45,8 @@ class Makers(Generic[Value]):
 
     def note(self, value: Value) -> None:
         """The running op, whose node (if it has one) is the last that was made, belongs to `value`."""
-        self._values.setdefault(_get_sequence_nr() - 1, value)
+        self._values.setdefault(next_node_number() - 1, value)
 
     def of_running_node(self) -> Value | None:
         node = running_node()
-        return None if node is None else self._values.get(node._sequence_nr())
+        return None if node is None else self._values.get(node_number(node))

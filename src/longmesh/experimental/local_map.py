@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
+from longmesh._torch import AsyncCollectiveTensor, tree_flatten, tree_unflatten
 from longmesh.comm import comm_of
 from longmesh.comm.verify import gather_rows
 from longmesh.errors import LongmeshError
@@ -65,7 +64,7 @@ def local_map(
 
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        flat, structure = pytree.tree_flatten(args)
+        flat, structure = tree_flatten(args)
         given = [leaf for leaf in flat if isinstance(leaf, DTensor)]
         _check_counts(flat, in_placements, "in_placements")
         _check_counts(flat, in_grad_placements, "in_grad_placements")
@@ -74,7 +73,7 @@ def local_map(
         inputs = [_bring(leaf, i, in_placements, redistribute_inputs) for i, leaf in enumerate(flat)]
         is_uneven = any(_is_uneven(leaf) for leaf in inputs if isinstance(leaf, DTensor))
         locals_ = [_local(leaf, i, in_grad_placements) for i, leaf in enumerate(inputs)]
-        result = function(*pytree.tree_unflatten(locals_, structure), **kwargs)
+        result = function(*tree_unflatten(locals_, structure), **kwargs)
         mesh = given[0].device_mesh if device_mesh is None else device_mesh
         return _wrap(result, mesh, out_placements, is_uneven)
 
@@ -138,7 +137,7 @@ def _is_uneven(tensor: DTensor) -> bool:
 
 
 def _wrap(result: Any, mesh: DeviceMesh, placements: OutputPlacements, is_uneven: bool) -> Any:
-    flat, structure = pytree.tree_flatten(result)
+    flat, structure = tree_flatten(result)
     wanted = placements if isinstance(placements, tuple) and not _is_one_layout(placements) else (placements,)
     if len(wanted) != len(flat):
         raise LongmeshError(
@@ -148,7 +147,7 @@ def _wrap(result: Any, mesh: DeviceMesh, placements: OutputPlacements, is_uneven
     wrapped = [
         _wrap_one(leaf, i, mesh, w, is_uneven) for i, (leaf, w) in enumerate(zip(flat, wanted, strict=True))
     ]
-    return pytree.tree_unflatten(wrapped, structure)
+    return tree_unflatten(wrapped, structure)
 
 
 def _is_one_layout(placements: tuple[Any, ...]) -> bool:

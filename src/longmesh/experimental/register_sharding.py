@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch._ops import OpOverload
-
+from longmesh._torch import OpOverload, schema_of
 from longmesh.errors import LongmeshError
 from longmesh.experimental.rule_check import check_rule
 from longmesh.experimental.written import run_written
@@ -73,7 +72,7 @@ def _install(op: OpOverload, rule: Rule) -> None:
     name = rule_name(op)
     registered.add(name, rule)
     dispatch.handlers.pop(op, None)
-    if op._schema.is_mutable:
+    if schema_of(op).is_mutable:
         dispatch.handlers[op] = run_written
     for table in list(dispatch.tables.values()):
         if table.func is op or facts_of(table.func).rule_name == name:
@@ -99,7 +98,7 @@ def _rule_of(op: OpOverload, function: ShardingFunction) -> Rule:
         except NotImplementedError as error:
             raise LongmeshError(
                 f"{op} can't tell its outputs' shapes: it has no kernel for meta tensors; add one with "
-                f"torch.library.register_fake({op._schema.name!r})"
+                f"torch.library.register_fake({schema_of(op).name!r})"
             ) from error
 
     return Rule(lines, out_meta)
@@ -111,7 +110,8 @@ def _read_line(op: OpOverload, call: OpCall, number: int, entry: Line) -> AxisRu
     if len(inputs) != len(order) or len(outputs) != len(call.outputs):
         raise LongmeshError(
             f"register_sharding({op}): line {number} has {len(outputs)} output and {len(inputs)} input placements, the "
-            f"call has {len(call.outputs)} and {len(order)} tensors; list one per tensor in the order of {op._schema}"
+            f"call has {len(call.outputs)} and {len(order)} tensors; list one per tensor in "
+            f"the order of {schema_of(op)}"
         )
     placed: list[Placement] = list(inputs)
     for placement, meta in zip(inputs, order, strict=True):
@@ -126,7 +126,7 @@ def _read_line(op: OpOverload, call: OpCall, number: int, entry: Line) -> AxisRu
 def _tensors_by_schema(op: OpOverload, call: OpCall) -> list[Meta]:
     """The call's tensors in the order of the schema's arguments, however they were passed."""
     found: list[Meta] = []
-    for position, argument in enumerate(op._schema.arguments):
+    for position, argument in enumerate(schema_of(op).arguments):
         value = call.args[position] if position < len(call.args) else call.kwargs.get(argument.name)
         found += [m for m in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(m, Meta)]
     return found

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload
 from longmesh.errors import LongmeshError
 from longmesh.experimental.written import written_arguments
 from longmesh.rules.rule import AxisRule, Meta, OpCall, Rule

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, schema_of
 from longmesh.rules.rule import Meta, OpCall
 from longmesh.rules.table import registered
 from longmesh.spec import Layout
@@ -78,7 +78,7 @@ def _plan(
 def written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The values of the arguments that the op's schema says it writes to."""
     found: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
     return found
@@ -88,7 +88,7 @@ def _results(
     func: OpOverload, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Output]
 ) -> Any:
     """What the op returns: the DTensors that it wrote to themselves, its new tensors wrapped."""
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     if not returns:
         return None
     values = result if len(returns) > 1 else (result,)
@@ -105,7 +105,7 @@ def _results(
 
 
 def _argument_of(func: OpOverload, alias: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set:
             return args[position] if position < len(args) else kwargs.get(argument.name)
-    raise AssertionError(f"{func._schema} returns an alias of none of its arguments")
+    raise AssertionError(f"{schema_of(func)} returns an alias of none of its arguments")

@@ -1,0 +1,295 @@
+"""Every private name of torch that longmesh uses, each under a name of ours that says what it is for.
+
+    functorch_level = _find("torch._C._functorch:maybe_current_level", "...", otherwise=lambda: 0)
+
+A name is looked up once, when this module is imported. Where torch has it no more, the feature that needs it raises a
+`LongmeshError` that says so when it is used, or takes the slower public way; `import longmesh` works all the same, and
+`missing_names()` lists what is gone. What longmesh changes in torch for the whole process is at the end of this file,
+and in docs/design.md.
+
+Pitfall: names that are called for every op are torch's own functions, not wrapped in ours: a call costs 0.05 us.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import reduce
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from longmesh.errors import LongmeshError
+
+_NO_DEFAULT: Any = object()
+_missing: dict[str, str] = {}  # what was looked up and is not there
+
+
+def missing_names() -> dict[str, str]:
+    """Private names of torch that this version of torch does not have, and what each is needed for."""
+    return dict(_missing)
+
+
+def _find(where: str, feature: str, otherwise: Any = _NO_DEFAULT) -> Any:
+    """The object at "module:attribute.attribute"; without it `otherwise`, or a function that raises."""
+    module, _, path = where.partition(":")
+    try:
+        return reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        _missing[where] = feature
+        return _refuse(where, feature) if otherwise is _NO_DEFAULT else otherwise
+
+
+def _refuse(where: str, feature: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise LongmeshError(
+            f"torch {torch.__version__} has no {where.replace(':', '.')}, which longmesh needs for {feature}; "
+            "use torch 2.13 or 2.14"
+        )
+
+    return refuse
+
+
+def _find_class(where: str, feature: str) -> Any:
+    """A class to derive from; without it one that can be derived from and not made."""
+    found = _find(where, feature, otherwise=None)
+    if found is not None:
+        return found
+    return type(where.rpartition(":")[2], (), {"__new__": staticmethod(_refuse(where, feature))})
+
+
+# -- ops -------------------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from torch._ops import HigherOrderOperator, OpOverload
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import TreeSpec
+else:
+    # One op of one signature, as __torch_dispatch__ gets it.
+    OpOverload = type(torch.ops.aten.add.Tensor)
+    # An op that takes functions, as flex_attention.
+    HigherOrderOperator = _find_class("torch._ops:HigherOrderOperator", "ops that take functions")
+    # A mode that sees every op below autograd: what CommDebugMode, explain and the tests of rules are made of.
+    TorchDispatchMode = _find_class("torch.utils._python_dispatch:TorchDispatchMode", "watching ops")
+    # The result of a collective that is still under way. Nothing is one where torch does not know them.
+    AsyncCollectiveTensor = _find_class(
+        "torch.distributed._functional_collectives:AsyncCollectiveTensor",
+        "collectives that are not waited for",
+    )
+    # The shape of a tree: what tree_flatten gives beside the leaves.
+    TreeSpec = _find_class("torch.utils._pytree:TreeSpec", "arguments in trees")
+
+# Op -> the op written in terms of others.
+decompositions: dict[Any, Callable[..., Any]] = _find(
+    "torch._decomp:decomposition_table", "ops that have no rule of their own", otherwise={}
+)
+_has_kernel = _find("torch._C:_dispatch_has_kernel_for_dispatch_key", "ops that have no rule of their own")
+
+
+def schema_of(op: OpOverload) -> Any:
+    """An op's signature: name, arguments, returns, is_mutable."""
+    return op._schema
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether the op's own kernel calls other ops, and nothing else."""
+    return _has_kernel(op.name(), "CompositeImplicitAutograd")
+
+
+def private_op(name: str, feature: str) -> Any:
+    """The aten op `name`, one of those whose names begin with "_" and whose signatures may change."""
+    return _find(f"torch:ops.aten.{name}", feature)
+
+
+# Raise `text` on the device when a condition turns out false, without waiting for it: (condition, text).
+assert_later = _find("torch:ops.aten._assert_async.msg", "checks of indices on devices")
+
+# The collectives that torch.compile and fake tensors understand, and the wait for their results.
+functional_collectives: Any = SimpleNamespace(
+    **{
+        name: _find(f"torch:ops._c10d_functional.{name}", "sending anything")
+        for name in (
+            "all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor", "wait_tensor",
+        )
+    }
+)  # fmt: skip
+
+# The key-value store that the world was made with, and a process group by its name.
+world_store: Callable[[], Any] = _find(
+    "torch.distributed.distributed_c10d:_get_default_store", "desync_check and reports of lost ranks"
+)
+group_named: Callable[[str], Any] = _find(
+    "torch.distributed.distributed_c10d:_resolve_process_group", "counting collectives of other libraries"
+)
+
+# Trees of lists, tuples, dicts and registered classes.
+tree_flatten, tree_unflatten, tree_map, tree_is_leaf = (
+    _find(f"torch.utils._pytree:{name}", "arguments in trees")
+    for name in ("tree_flatten", "tree_unflatten", "tree_map", "tree_is_leaf")
+)
+
+# -- DTensors --------------------------------------------------------------------------------------
+
+# Make a tensor of a Python class that has a size and no memory of its own.
+make_wrapper = _find("torch:Tensor._make_wrapper_subclass", "DTensor")
+# For a class whose functions need no __torch_function__: torch asks __torch_dispatch__ only.
+no_torch_function = _find("torch._C:_disabled_torch_function_impl", "DTensor")
+# Count a write to tensors that autograd would not see by itself: (list of tensors).
+increment_version = _find("torch._C:_increment_version", "writing to DTensors in place")
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """How often the tensor's memory was written in place, as far as torch knows."""
+    return tensor._version
+
+
+# -- what is active on this thread -----------------------------------------------------------------
+
+# How many dispatch modes and function modes are active. Without the answer there is always one: slower, and right.
+dispatch_mode_count: Callable[[], int] = _find(
+    "torch._C:_len_torch_dispatch_stack", "the short way of ops", otherwise=lambda: 1
+)
+function_mode_count: Callable[[], int] = _find(
+    "torch._C:_len_torch_function_stack", "the short way of ops", otherwise=lambda: 1
+)
+# The level of torch.func transforms that we are in; None outside.
+functorch_level: Callable[[], int | None] = _find(
+    "torch._C._functorch:maybe_current_level", "the short way of ops", otherwise=lambda: 1
+)
+# Whether autocast is on for any kind of device.
+is_any_autocast_enabled: Callable[[], bool] = _find(
+    "torch._C:_is_any_autocast_enabled",
+    "the short way of ops",
+    otherwise=lambda: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+)
+# Contexts in which: no dispatch mode is active; ops of tensor subclasses go to their plain kernels; ops make no
+# autograd nodes; __torch_function__ is not asked, of modes neither; it is not asked of subclasses.
+no_dispatch_modes = _find(
+    "torch.utils._python_dispatch:_disable_current_modes", "output sizes of ops without a rule"
+)
+no_dispatch = _find("torch.utils._mode_utils:no_dispatch", "showing DTensors")
+below_autograd = _find("torch._C:_AutoDispatchBelowAutograd", "linear layers and captured steps")
+no_torch_functions = _find("torch._C:DisableTorchFunction", "attention under modes")
+no_subclass_functions = _find("torch._C:DisableTorchFunctionSubclass", "products of DTensors")
+
+_excluded_keys = _find("torch._C:_dispatch_tls_local_exclude_set", "views of DTensors")
+_mode_of_key = _find("torch._C:_get_dispatch_mode", "random numbers in traced programs")
+_mode_keys = _find("torch._C:_TorchDispatchModeKey", "random numbers in traced programs")
+
+
+def is_below_autograd() -> bool:
+    """Whether ops that are called now make no autograd nodes, since autograd itself is calling."""
+    return _excluded_keys().has(torch._C.DispatchKey.AutogradCPU)
+
+
+def is_tracing() -> bool:
+    """Whether ops are written down instead of run: fake tensors, make_fx, functionalization."""
+    return any(
+        _mode_of_key(key) is not None for key in (_mode_keys.FAKE, _mode_keys.PROXY, _mode_keys.FUNCTIONAL)
+    )
+
+
+# -- autograd --------------------------------------------------------------------------------------
+
+# The number of the backward pass that runs on this thread, -1 if none does; its running node, or None; the number that
+# the next node of the graph will have.
+_graph_task = _find("torch._C:_current_graph_task_id", "what runs inside a backward pass")
+running_node: Callable[[], Any] = _find("torch._C:_current_autograd_node", "explaining backward passes")
+next_node_number: Callable[[], int] = _find("torch.autograd:_get_sequence_nr", "explaining backward passes")
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward pass (also if that recomputes a forward)."""
+    return _graph_task() != -1
+
+
+def node_number(node: Any) -> int:
+    """Autograd numbers its nodes as the forward pass makes them."""
+    return node._sequence_nr()
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters by name, to be read and replaced; a tied one under each of its names."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers by name, to be read and replaced, persistent or not."""
+    return module._buffers
+
+
+# -- torch's own DTensor, for the bridge to it -----------------------------------------------------
+
+
+class TorchSpecTypes(NamedTuple):
+    """The classes that torch's own DTensor is made of."""
+
+    spec: Any
+    meta: Any
+    mask_partial: Any
+    strided_shard: Any
+
+
+def torch_spec_types() -> TorchSpecTypes:
+    """Looked up when called: nothing but the bridge imports torch's own DTensor."""
+    theirs, feature = "torch.distributed.tensor", "interop with torch's own DTensor"
+    return TorchSpecTypes(
+        _find_class(f"{theirs}._dtensor_spec:DTensorSpec", feature),
+        _find_class(f"{theirs}._dtensor_spec:TensorMeta", feature),
+        _find_class(f"{theirs}._ops._embedding_ops:_MaskPartial", feature),
+        _find_class(f"{theirs}.placement_types:_StridedShard", feature),
+    )
+
+
+# -- what longmesh changes in torch for the whole process ------------------------------------------
+
+
+def use_foreach_path(*types: type) -> None:
+    """Tensors of these types take the path of torch's optimizers and clip_grad_norm_ that handles many at once.
+
+    Appends them to torch's two lists of such types. Without the lists each tensor is handled by itself.
+    """
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        listed = _find(f"{module}:_foreach_supported_types", "foreach optimizers", otherwise=[])
+        listed.extend(t for t in types if t not in listed)
+
+
+def watch_parameters(hook: Callable[[nn.Module, str, nn.Parameter], Any]) -> None:
+    """Call `hook` for every parameter that any module gets from now on; it may return another one."""
+    nn.modules.module.register_module_parameter_registration_hook(hook)
+
+
+def allow_unpickling(*types: Any) -> None:
+    """torch.load(weights_only=True) may make these, from now on."""
+    torch.serialization.add_safe_globals(list(types))
+
+
+def run_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo calls `function` while it traces instead of tracing it, and takes its result as a constant.
+
+    The mark that torch.compiler.assume_constant_result sets; that function would import the compiler now.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def never_compile_alone(function: Callable[..., Any]) -> None:
+    """Dynamo traces `function` where it is called by what it compiles, and never compiles it by itself."""
+    eval_frame = "torch._C._dynamo.eval_frame"
+    feature = "context_parallel under torch.compile"
+    action = _find(f"{eval_frame}:_FrameAction", feature, otherwise=None)
+    strategy = _find(f"{eval_frame}:_FrameExecStrategy", feature, otherwise=None)
+    set_strategy = _find(f"{eval_frame}:set_code_exec_strategy", feature, otherwise=None)
+    if action and strategy and set_strategy:
+        set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
+
+
+def break_graph(reason: str) -> None:
+    """End the graph that Dynamo is tracing here."""
+    torch._dynamo.graph_break(reason)  # named whole: Dynamo knows it by sight
