@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
 import threading
 from dataclasses import dataclass
 from types import TracebackType
@@ -46,18 +45,18 @@ class RankOutput:
     def __init__(self, num_ranks: int, out: BinaryIO, err: BinaryIO) -> None:
         self._selector = selectors.DefaultSelector()
         self._write_fds: list[int] = []
-        self.stdout_paths = {rank: self._add_pipe(rank, out) for rank in range(num_ranks)}
-        self.stderr_paths = {rank: self._add_pipe(rank, err) for rank in range(num_ranks)}
+        self.stdout_fds = {rank: self._add_pipe(rank, out) for rank in range(num_ranks)}
+        self.stderr_fds = {rank: self._add_pipe(rank, err) for rank in range(num_ranks)}
         self._closing = threading.Event()
         self.reader_left = False  # whoever read our output has closed it
         self._thread = threading.Thread(target=self._copy, name="rank output", daemon=True)
 
-    def _add_pipe(self, rank: int, target: BinaryIO) -> str:
+    def _add_pipe(self, rank: int, target: BinaryIO) -> int:
         read_fd, write_fd = os.pipe()
         os.set_blocking(read_fd, False)
         self._selector.register(read_fd, selectors.EVENT_READ, _Stream(b"[rank %d] " % rank, target))
         self._write_fds.append(write_fd)
-        return f"/dev/fd/{write_fd}"
+        return write_fd
 
     def __enter__(self) -> RankOutput:
         self._thread.start()
@@ -99,4 +98,3 @@ class RankOutput:
             stream.target.flush()
         except BrokenPipeError:
             self.reader_left = True
-            os.kill(os.getpid(), signal.SIGTERM)  # as if `| head` had ended us, ranks first

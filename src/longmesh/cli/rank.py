@@ -22,14 +22,15 @@ import traceback
 
 INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
+LEFT_ALONE = 1
 
 
 def main() -> None:
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
+    launcher, script = int(sys.argv[1]), sys.argv[2]
+    die_with(launcher)
+    sys.argv = sys.argv[2:]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     faulthandler.enable()
-    die_with_launcher()
     failures: list[int] = []
     atexit.register(leave_if_failed, failures)  # the first one registered runs last
     try:
@@ -58,10 +59,12 @@ def leave_if_failed(failures: list[int]) -> None:
         os._exit(failures[0])
 
 
-def die_with_launcher() -> None:
-    """The launcher ends its ranks, unless it is killed itself; Linux can see to that."""
+def die_with(launcher: int) -> None:
+    """The launcher ends its ranks, unless it is killed itself; Linux can see to that, if it was not killed before."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:
+        os._exit(LEFT_ALONE)
 
 
 def format_from(script: str, error: BaseException) -> str:

@@ -1,8 +1,7 @@
 """Which rank of a run failed first, and how to say it.
 
-Three kinds of exit come back from the launcher: ranks that wrote down their exception and its time; ranks
-that were killed or left without a word, which their peers noticed afterwards; and ranks that the launcher
-ended because of another one. Only the first two can be the cause.
+Two kinds of exit are told apart: ranks that wrote down their exception and its time, and ranks that were killed or left
+without a word, which their peers may notice before the launcher does. Ranks that the launcher ended are not among them.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The launcher notices a silent death after the peers did: by its polling interval, and some.
-_NOTICE_NS = 5 * 10**9
+# A silent death is noticed later than peers wrote down what it did to them, by the launcher's interval and the load.
+_NOTICE_NS = 2 * 10**9
 _MAX_LINE = 160
 
 
@@ -43,23 +42,19 @@ class RankExit:
 
 def find_first(exits: Sequence[RankExit]) -> RankExit:
     """The exit that caused the others; of equal exceptions, that of the lowest rank."""
-    # The launcher reports in the order it noticed, so the first is none that it ended itself.
-    candidates = [e for i, e in enumerate(exits) if i == 0 or e.recorded or e.code != -signal.SIGTERM]
-    first = min(candidates, key=lambda e: (e.time_ns - (0 if e.recorded else _NOTICE_NS), e.rank))
-    alike = [e for e in candidates if (e.code, e.message) == (first.code, first.message)]
-    return min(alike, key=lambda e: e.rank)
+    first = min(exits, key=lambda e: e.time_ns - (0 if e.recorded else _NOTICE_NS))
+    alike = [e for e in exits if e.recorded and (e.code, e.message) == (first.code, first.message)]
+    return min([first, *alike], key=lambda e: e.rank)
 
 
-def describe_exits(exits: Sequence[RankExit], num_ranks: int) -> str:
-    """The report: what failed first, what followed, and the first one's traceback last."""
+def describe_exits(exits: Sequence[RankExit], num_ranks: int, command: str = "longmesh run") -> str:
+    """The report: what followed, the traceback of what failed first, and last the line that says what it was."""
     first = find_first(exits)
-    lines = [f"longmesh run: rank {first.rank} of {num_ranks} {first.describe()}"]
-    others = [e for e in exits if e.rank != first.rank and e.code != -signal.SIGTERM]
-    others.sort(key=lambda e: e.rank)
+    others = sorted((e for e in exits if e.rank != first.rank), key=lambda e: e.rank)
     alike = [str(e.rank) for e in others if e.describe() == first.describe()]
+    lines = [f"  later rank {e.rank} {e.describe()}" for e in others if e.describe() != first.describe()]
     if alike:
-        lines.append(f"  likewise on rank {', '.join(alike)}")
-    lines += [f"  then rank {e.rank} {e.describe()}" for e in others if e.describe() != first.describe()]
+        lines.append(f"  likewise rank {', '.join(alike)}")
     if first.traceback:
-        lines += ["", first.traceback.rstrip()]
-    return "\n".join(lines)
+        lines += ["", first.traceback.rstrip(), ""]
+    return "\n".join([*lines, f"{command}: rank {first.rank} of {num_ranks} {first.describe()}"])

@@ -101,10 +101,11 @@ def _serve_owner(owner: socket.socket) -> None:
 
 
 def _fork_rank(owner: socket.socket, seat: Seat, fds: list[int]) -> int:
+    nursery = os.getpid()
     pid = os.fork()
     if pid == 0:
         owner.close()
-        _live(lambda: serve_rank(seat, *fds))
+        _live(lambda: serve_rank(seat, nursery, *fds))
     for fd in fds:
         os.close(fd)
     return pid

@@ -45,9 +45,11 @@ class Seat:
     port: int
 
 
-def serve_rank(seat: Seat, pipe_fd: int, stack_fd: int, listen_fd: int) -> None:
+def serve_rank(seat: Seat, parent: int, pipe_fd: int, stack_fd: int, listen_fd: int) -> None:
     """The life of a rank. Every rank of the world enters it once; returns when the pool closes the pipe."""
     _settle_process(f"lm-rank{seat.rank}of{seat.num_ranks}", stack_fd)
+    if os.getppid() != parent:
+        return  # it was killed before it could take us with it
     pipe = Connection(pipe_fd)
     try:
         _join_world(seat, listen_fd)

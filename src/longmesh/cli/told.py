@@ -1,0 +1,40 @@
+"""What the launcher was told by signals: it looks when it has time, and nothing is interrupted in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+
+@dataclass
+class Told:
+    """The first signal that came, if one did."""
+
+    signum: int | None = None
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.signum).name if self.signum is not None else "nobody"
+
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = self.signum or signum
+
+
+@contextlib.contextmanager
+def told_by_signals() -> Iterator[Told]:
+    """Inside, signals that end this process are written down. What is ignored, as in background jobs, stays so."""
+    told = Told()
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    for signum, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(signum, told.note)
+    try:
+        yield told
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
