@@ -2,7 +2,7 @@
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longmesh.plan import AxisCost, CostModel, RedistributePlan, plan_redistribute
+from longmesh.plan import Cluster, Level, Link, Rate, RedistributePlan, named_cluster, plan_redistribute
 from longmesh.spec import (
     DTensorSpec,
     Layout,
@@ -33,16 +33,18 @@ from longmesh.tensor import (
 )
 
 __all__ = [
-    "AxisCost",
-    "CostModel",
+    "Cluster",
     "DTensor",
     "DTensorSpec",
     "DeviceMesh",
     "Layout",
+    "Level",
+    "Link",
     "MaskPartial",
     "MeshShape",
     "Partial",
     "Placement",
+    "Rate",
     "RedistributePlan",
     "Replicate",
     "Shard",
@@ -57,6 +59,7 @@ __all__ = [
     "get_rng_state",
     "init_device_mesh",
     "manual_seed",
+    "named_cluster",
     "ones",
     "plan_redistribute",
     "rand",

@@ -39,7 +39,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
               S(1) -> R on MeshShape((2,)), shape (6, 4), 4 bytes an element
                 1. all_gather     S(1) -> R, over axis 0 (2), each rank sends 48 B
                    all 2 ranks of the group need the whole of dim 1
-                1 collective; each rank sends 48 B on average, the busiest receives 48 B; predicted 10 us
+                1 collective; each rank sends 48 B on average, the busiest receives 48 B; predicted 50 us
             output  (4, 4) S(0)
     1 op; 1 implicit redistribution, 96 B on the wire; 0 asked for, 0 B
     """

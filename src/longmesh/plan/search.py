@@ -23,11 +23,13 @@ from itertools import pairwise, product
 
 from longmesh.errors import LongmeshError
 from longmesh.plan.boxes import Shape
-from longmesh.plan.cost import CostModel
+from longmesh.plan.cluster import Cluster
+from longmesh.plan.named_clusters import cluster_of
 from longmesh.plan.step import Step, is_same_pending, make_step, makes_terms
 from longmesh.spec import Layout, MaskPartial, Partial, Placement, Replicate, Shard
 
 Path = tuple[Layout, ...]
+_DEFAULT = cluster_of(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class RedistributePlan:
     S(0) -> S(1) on MeshShape((4,)), shape (1024, 1024), 4 bytes an element
       1. all_to_all     S(0) -> S(1), over axis 0 (4), each rank sends 768.0 KiB
          each rank receives exactly what it lacks, nothing is gathered and thrown away
-      1 collective; each rank sends 768.0 KiB on average, the busiest receives 768.0 KiB; predicted 207 us
+      1 collective; each rank sends 768.0 KiB on average, the busiest receives 768.0 KiB; predicted 483 us
     """
 
     src: Layout
@@ -84,32 +86,33 @@ def plan_redistribute(
     *,
     shape: Sequence[int],
     itemsize: int = 4,
-    costs: CostModel = CostModel(),  # noqa: B008 - a frozen value
+    cluster: Cluster | str | None = None,
 ) -> RedistributePlan:
-    """The cheapest plan from `src` to `dst`. Pure; sends nothing. Cached on every argument.
+    """The cheapest plan from `src` to `dst` on a `cluster` (or one of that name). Pure; sends nothing. Cached on
+    every argument.
 
     >>> grid = MeshShape((2, 2), ("dp", "tp"))
     >>> start, end = Layout(grid, [Partial(), Replicate()]), Layout(grid, [Shard(0), Shard(1)])
     >>> [step.kind for step in plan_redistribute(start, end, shape=(1024, 1024)).steps]
     ['slice', 'reduce_scatter']
     """
-    return _plan(src, dst, tuple(shape), itemsize, costs)
+    return _plan(src, dst, tuple(shape), itemsize, _DEFAULT if cluster is None else cluster_of(cluster))
 
 
 @functools.lru_cache(maxsize=16384)
-def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, costs: CostModel) -> RedistributePlan:
-    _check(src, dst, shape, costs)
+def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, cluster: Cluster) -> RedistributePlan:
+    _check(src, dst, shape)
     best: tuple[Step, ...] = ()
     best_cost = (float("inf"), 0)
     seen: list[Path] = []
-    for path in _paths(src, dst, shape, costs):
+    for path in _paths(src, dst, shape, cluster):
         if path in seen:
             continue
         seen.append(path)
         steps: list[Step] = []
         cost = 0.0
         for here, there in pairwise(path):
-            step = make_step(here, there, shape, itemsize, costs)
+            step = make_step(here, there, shape, itemsize, cluster)
             steps.append(step)
             cost += step.cost_us
             if (cost, len(steps)) >= best_cost:
@@ -119,13 +122,12 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, costs: CostMode
     return RedistributePlan(src, dst, shape, itemsize, best)
 
 
-def _check(src: Layout, dst: Layout, shape: Shape, costs: CostModel) -> None:
+def _check(src: Layout, dst: Layout, shape: Shape) -> None:
     if src.mesh is not dst.mesh:
         raise LongmeshError(
             f"can't redistribute from {src.mesh} to {dst.mesh}: both layouts must lie on one mesh; "
             "go through full_tensor() and distribute_tensor() to change meshes"
         )
-    costs.check(src.mesh.ndim)
     src.check_ndim(len(shape), shape)
     dst.check_ndim(len(shape), shape)
     for axis, (before, after) in enumerate(zip(src.placements, dst.placements, strict=True)):
@@ -136,11 +138,11 @@ def _check(src: Layout, dst: Layout, shape: Shape, costs: CostModel) -> None:
             )
 
 
-def _paths(src: Layout, dst: Layout, shape: Shape, costs: CostModel) -> Iterator[Path]:
+def _paths(src: Layout, dst: Layout, shape: Shape, cluster: Cluster) -> Iterator[Path]:
     """Every sequence of layouts worth costing, the plainest first."""
     for sliced, reduced in _reductions(src, dst, shape):
         for moved in _targets(reduced, dst):
-            yield from _unfused((src, sliced, reduced, moved, dst), costs)
+            yield from _unfused((src, sliced, reduced, moved, dst), cluster)
 
 
 def _reductions(src: Layout, dst: Layout, shape: Shape) -> Iterator[tuple[Layout, Layout]]:
@@ -206,33 +208,36 @@ def _targets(reduced: Layout, dst: Layout) -> Iterator[Layout]:
         yield _append(dst, {**still_pending, **dict(zip(created, choice, strict=True))}, reduced)
 
 
-def _unfused(path: Path, costs: CostModel) -> Iterator[Path]:
+def _unfused(path: Path, cluster: Cluster) -> Iterator[Path]:
     """The path itself and, where axes differ in cost, with its collectives taken one axis at a time."""
     path = _without_repeats(path)
     yield path
-    if not costs.is_uniform:
-        yield from _split(path[:1], path[1:], costs)
+    if not cluster.is_uniform:
+        yield from _split(path[:1], path[1:], cluster)
 
 
-def _split(done: Path, rest: Path, costs: CostModel) -> Iterator[Path]:
+def _split(done: Path, rest: Path, cluster: Cluster) -> Iterator[Path]:
     if len(rest) == 0:
         yield _without_repeats(done)
         return
-    yield from _split((*done, rest[0]), rest[1:], costs)
-    for path in _one_axis_at_a_time(done[-1], rest[0], costs):
+    yield from _split((*done, rest[0]), rest[1:], cluster)
+    for path in _one_axis_at_a_time(done[-1], rest[0], cluster):
         # Cuts may come out in another order than the waypoint's. That does where shards move next; terms
         # are made only from the waypoint itself, and the last layout is given.
         free = len(rest) > 1 and not makes_terms(rest[0], rest[1])
         tail = path if free else (*path, rest[0])
-        yield from _split((*done, *tail), rest[1:], costs)
+        yield from _split((*done, *tail), rest[1:], cluster)
 
 
-def _one_axis_at_a_time(here: Layout, there: Layout, costs: CostModel) -> Iterator[Path]:
+def _one_axis_at_a_time(here: Layout, there: Layout, cluster: Cluster) -> Iterator[Path]:
     """Cheap axes first (right for reductions, which shrink the data), or last (right for gathers)."""
     changed = [a for a, (p, q) in enumerate(zip(here.placements, there.placements, strict=True)) if p != q]
     if len(changed) < 2:
         return
-    cheap_first = sorted(changed, key=lambda a: (costs.collective_us((a,), 1 << 20), a))
+    sizes = here.mesh.sizes
+    cheap_first = sorted(
+        changed, key=lambda a: (cluster.collective_us("all_gather", sizes, (a,), 1 << 20), a)
+    )
     for order in (cheap_first, cheap_first[::-1]):
         path = [here]
         for axis in order:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longmesh.plan.boxes import Shape, overlaps, total_over_ranks, volumes
-from longmesh.plan.cost import CostModel
+from longmesh.plan.cluster import Cluster
 from longmesh.spec import Layout, MaskPartial, Partial, Placement, Replicate, Shard
 
 StepKind = Literal["slice", "pad", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
@@ -59,13 +59,13 @@ def makes_terms(src: Layout, dst: Layout) -> bool:
     return any(isinstance(after, Partial) and before != after for before, after in pairs)
 
 
-def make_step(src: Layout, dst: Layout, shape: Shape, itemsize: int, costs: CostModel) -> Step:
+def make_step(src: Layout, dst: Layout, shape: Shape, itemsize: int, cluster: Cluster) -> Step:
     """The step between two neighbouring layouts of a plan: it reduces, makes terms, or moves shards."""
     sizes = src.mesh.sizes
     pairs = list(enumerate(zip(src.placements, dst.placements, strict=True)))
     reduced = [a for a, (p, q) in pairs if isinstance(p, Partial) and not isinstance(q, Partial)]
     if reduced:
-        return _reduce(src, dst, shape, itemsize, costs, reduced)
+        return _reduce(src, dst, shape, itemsize, cluster, reduced)
     if makes_terms(src, dst):
         return Step("pad", src, dst, (), 0, 0, 0.0)
     held = volumes(dst, shape)
@@ -76,11 +76,12 @@ def make_step(src: Layout, dst: Layout, shape: Shape, itemsize: int, costs: Cost
     axes = _moving_axes(src, dst)
     kind: StepKind = "all_gather" if _is_gather(src, dst, axes) else "all_to_all"
     total = total_over_ranks(received, sizes) * itemsize
-    return Step(kind, src, dst, axes, most * itemsize, total, costs.collective_us(axes, most * itemsize))
+    took = cluster.collective_us(kind, sizes, axes, most * itemsize)
+    return Step(kind, src, dst, axes, most * itemsize, total, took)
 
 
 def _reduce(
-    src: Layout, dst: Layout, shape: Shape, itemsize: int, costs: CostModel, reduced: list[int]
+    src: Layout, dst: Layout, shape: Shape, itemsize: int, cluster: Cluster, reduced: list[int]
 ) -> Step:
     sizes = src.mesh.sizes
     axes = tuple(a for a in reduced if sizes[a] > 1)
@@ -94,15 +95,9 @@ def _reduce(
     else:
         received = 2 * (-(-held // group)) * (group - 1)
     most = int(received.max()) * itemsize
-    return Step(
-        "reduce_scatter" if scatters else "all_reduce",
-        src,
-        dst,
-        axes,
-        most,
-        total_over_ranks(received, sizes) * itemsize,
-        costs.collective_us(axes, most),
-    )
+    kind: StepKind = "reduce_scatter" if scatters else "all_reduce"
+    total = total_over_ranks(received, sizes) * itemsize
+    return Step(kind, src, dst, axes, most, total, cluster.collective_us(kind, sizes, axes, most))
 
 
 def _moving_axes(src: Layout, dst: Layout) -> tuple[int, ...]:

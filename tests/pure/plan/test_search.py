@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from longmesh.errors import LongmeshError
-from longmesh.plan import AxisCost, CostModel, plan_redistribute
+from longmesh.plan import Cluster, Level, Link, named_cluster, plan_redistribute
 from longmesh.spec import Layout, MaskPartial, MeshShape, Partial, Replicate, Shard
 from support.layouts import all_layouts, layouts, meshes, shapes
 from support.simulate import combine, make_locals, run_simulated
@@ -24,18 +24,25 @@ def check_plan(plan, seed):
     assert torch.allclose(combine(after, plan.dst, plan.shape), whole), plan.explain()
 
 
+def two_levels(node: int, outside: Link) -> Cluster:
+    inside = Link.of(latency_us=5.0, bytes_per_us=50_000.0)
+    levels = (Level("device", 1, inside), Level("node", node, inside), Level("pod", None, outside))
+    return Cluster("two levels", levels, named_cluster("cpu").rates)
+
+
 @settings(max_examples=500)
 @given(st.data())
 def test_any_layout_to_any_layout_on_simulated_ranks(data):
     mesh = data.draw(meshes())
     shape = data.draw(shapes())
     src, dst = data.draw(layouts(mesh, len(shape))), data.draw(layouts(mesh, len(shape)))
-    costs = CostModel()
+    cluster = None
     if data.draw(st.booleans()):
-        costs = CostModel(tuple(AxisCost(10.0, 4000.0 / 2**a) for a in range(mesh.ndim)))
-    check_plan(
-        plan_redistribute(src, dst, shape=shape, itemsize=8, costs=costs), data.draw(st.integers(0, 99))
-    )
+        cluster = two_levels(
+            node=data.draw(st.sampled_from([2, 3, 4])), outside=Link.of(latency_us=10.0, bytes_per_us=500.0)
+        )
+    plan = plan_redistribute(src, dst, shape=shape, itemsize=8, cluster=cluster)
+    check_plan(plan, data.draw(st.integers(0, 99)))
 
 
 def test_every_pair_on_an_uneven_2d_mesh():
@@ -75,13 +82,13 @@ def test_a_replicated_axis_makes_an_all_reduce_smaller():
 def test_a_slow_axis_is_crossed_with_less():
     """Eight ranks in two hosts: reduce inside the host first, gather inside the host last."""
     mesh = MeshShape((2, 4), ("host", "gpu"))
-    costs = CostModel((AxisCost(50.0, 1000.0), AxisCost(5.0, 50_000.0)))
+    cluster = two_levels(node=4, outside=Link.of(latency_us=50.0, bytes_per_us=1000.0))
     src, dst = Layout(mesh, (P, P)), Layout.replicated(mesh)
-    plan = plan_redistribute(src, dst, shape=(1024, 1024), costs=costs)
+    plan = plan_redistribute(src, dst, shape=(1024, 1024), cluster=cluster)
     crossing = sum(s.rank_bytes for s in plan.steps if 0 in s.axes)
     fused = plan_redistribute(src, dst, shape=(1024, 1024))
     assert crossing * 3 < fused.rank_bytes
-    check_plan(plan_redistribute(src, dst, shape=(7, 5), itemsize=8, costs=costs), 0)
+    check_plan(plan_redistribute(src, dst, shape=(7, 5), itemsize=8, cluster=cluster), 0)
 
 
 def test_four_thousand_ranks_need_no_processes():
@@ -106,7 +113,7 @@ def test_explain():
         "     each rank already holds what it needs\n"
         "  2. reduce_scatter PS(1) -> S(0)S(1), over axis 'dp' (2), each rank sends 1.0 MiB\n"
         "     the pending sum is carried out where its pieces are wanted: half an all_reduce\n"
-        "  1 collective; each rank sends 1.0 MiB on average, the busiest receives 1.0 MiB; predicted 272 us"
+        "  1 collective; each rank sends 1.0 MiB on average, the busiest receives 1.0 MiB; predicted 574 us"
     )
     same = plan_redistribute(Layout(mesh, (P, R)), Layout(mesh, (P, R)), shape=(4,))
     assert same.explain().endswith("nothing to do")
@@ -131,8 +138,8 @@ def test_explain():
         (
             Layout(MeshShape((2,)), [R]),
             Layout(MeshShape((2,)), [S0]),
-            {"costs": CostModel((AxisCost(), AxisCost()))},
-            "the cost model has 2 axes and the mesh 1",
+            {"cluster": "h200"},
+            "cluster='h200' is not known; use one of cpu, a100, h100",
         ),
     ],
 )
@@ -140,8 +147,3 @@ def test_bad_arguments(src, dst, options, text):
     with pytest.raises(LongmeshError) as error:
         plan_redistribute(src, dst, shape=(4, 4), **options)
     assert text in str(error.value)
-
-
-def test_bad_cost():
-    with pytest.raises(LongmeshError, match="latency must be at least 0"):
-        AxisCost(-1.0, 5.0)
