@@ -38,9 +38,15 @@ def run_run(options: argparse.Namespace) -> int:
         print(f"longmesh run: {problem}", file=sys.stderr)
         return USAGE_ERROR
 
-    from longmesh.cli.run import run_script  # --help need not wait for the launcher
+    from longmesh.cli.run import choose_limits, run_script  # --help need not wait for the launcher
 
-    return run_script(options.script, options.args, num_ranks=options.ranks, num_threads=options.threads)
+    return run_script(
+        options.script,
+        options.args,
+        num_ranks=options.ranks,
+        num_threads=options.threads,
+        limits=choose_limits(options.timeout),
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -62,6 +68,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="threads per rank (default: OMP_NUM_THREADS if set, else the cores divided by the ranks)",
     )
+    run.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds that a rank may keep others waiting in a collective before the run ends (default: it is "
+        "named after 300 and the run goes on)",
+    )
     run.add_argument("script", help="a Python file")
     run.add_argument("args", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
     add_train_parser(commands)
@@ -74,6 +87,8 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return f"--ranks {options.ranks}: a run has at least 1 rank"
     if options.threads is not None and options.threads < 1:
         return f"--threads {options.threads}: a rank has at least 1 thread; leave it out to share the cores"
+    if options.timeout is not None and not 0 < options.timeout < float("inf"):
+        return f"--timeout {options.timeout:g}: give a positive number of seconds, or leave it out to wait for ever"
     script = Path(options.script)
     if script.is_dir():
         return f"{script} is a directory: give the Python file in it"

@@ -15,12 +15,14 @@ import contextlib
 import os
 import selectors
 import threading
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import BinaryIO
 
 _CHUNK = 1 << 16
 _MAX_LINE = 1 << 20
+_KEPT_LINES = 30
 
 
 @dataclass
@@ -30,12 +32,14 @@ class _Stream:
     prefix: bytes
     target: BinaryIO
     rest: bytes = b""
+    last: deque[bytes] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
 
     def take_lines(self, data: bytes) -> bytes:
         lines = (self.rest + data).split(b"\n")
         self.rest = lines.pop()
         if len(self.rest) > _MAX_LINE:
             lines, self.rest = [*lines, self.rest], b""
+        self.last.extend(lines)
         return b"".join(self.prefix + line + b"\n" for line in lines)
 
 
@@ -45,18 +49,20 @@ class RankOutput:
     def __init__(self, num_ranks: int, out: BinaryIO, err: BinaryIO) -> None:
         self._selector = selectors.DefaultSelector()
         self._write_fds: list[int] = []
-        self.stdout_fds = {rank: self._add_pipe(rank, out) for rank in range(num_ranks)}
-        self.stderr_fds = {rank: self._add_pipe(rank, err) for rank in range(num_ranks)}
+        pipes = [(self._add_pipe(rank, out), self._add_pipe(rank, err)) for rank in range(num_ranks)]
+        self.stdout_fds = {rank: written for rank, ((_, written), _) in enumerate(pipes)}
+        self.stderr_fds = {rank: written for rank, (_, (_, written)) in enumerate(pipes)}
+        self._error_pipes = {rank: read for rank, (_, (read, _)) in enumerate(pipes)}
         self._closing = threading.Event()
         self.reader_left = False  # whoever read our output has closed it
         self._thread = threading.Thread(target=self._copy, name="rank output", daemon=True)
 
-    def _add_pipe(self, rank: int, target: BinaryIO) -> int:
+    def _add_pipe(self, rank: int, target: BinaryIO) -> tuple[int, int]:
         read_fd, write_fd = os.pipe()
         os.set_blocking(read_fd, False)
         self._selector.register(read_fd, selectors.EVENT_READ, _Stream(b"[rank %d] " % rank, target))
         self._write_fds.append(write_fd)
-        return write_fd
+        return read_fd, write_fd
 
     def __enter__(self) -> RankOutput:
         self._thread.start()
@@ -66,6 +72,11 @@ class RankOutput:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def last_errors(self, rank: int) -> str:
+        """The last lines that a rank wrote to stderr, as far as they have come."""
+        stream: _Stream = self._selector.get_key(self._error_pipes[rank]).data
+        return b"\n".join(list(stream.last)).decode(errors="replace")
 
     def close(self) -> None:
         """Copy what is left, then stop. Call it when no rank writes any more."""

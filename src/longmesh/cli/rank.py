@@ -1,7 +1,7 @@
 """What each process of `longmesh run` executes: the script, as `python script.py args...` would.
 
-It adds one thing: an exception is written down, with its time, in the error file that the launcher
-reads, in torchelastic's format, and not printed; the launcher prints the first one, last and whole.
+It adds two things: a watchdog (see debug/watching), and that an exception is written down, with its time, in the error
+file that the launcher reads, in torchelastic's format, and not printed; the launcher prints the first one, whole.
 A rank that fails then ends without taking the interpreter down piece by piece: its process groups still
 have threads, and their teardown aborts the process now and then.
 
@@ -12,6 +12,7 @@ decides what is imported first and with which settings.
 import atexit
 import ctypes
 import faulthandler
+import importlib.util
 import json
 import os
 import runpy
@@ -19,18 +20,21 @@ import signal
 import sys
 import time
 import traceback
+from typing import Any
 
 INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
 LEFT_ALONE = 1
+WATCHING = "longmesh_watching"
 
 
 def main() -> None:
-    launcher, script = int(sys.argv[1]), sys.argv[2]
-    die_with(launcher)
+    settings, script = json.loads(sys.argv[1]), sys.argv[2]
+    die_with(settings["launcher"])
     sys.argv = sys.argv[2:]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
-    faulthandler.enable()
+    faulthandler.enable(open(settings["crash_file"], "w"))  # noqa: SIM115 - open as long as the process is
+    start_watching(settings)
     failures: list[int] = []
     atexit.register(leave_if_failed, failures)  # the first one registered runs last
     try:
@@ -67,6 +71,29 @@ def die_with(launcher: int) -> None:
         os._exit(LEFT_ALONE)
 
 
+def start_watching(settings: dict[str, Any]) -> None:
+    """Start the watchdog's thread, from its folder: importing longmesh would import torch before the script does."""
+    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "debug", "watching")
+    spec = importlib.util.spec_from_file_location(WATCHING, os.path.join(folder, "__init__.py"))
+    assert spec is not None and spec.loader is not None
+    watching = sys.modules[WATCHING] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(watching)
+
+    def end(finding: Any) -> None:
+        record_failure(watching.TIMED_OUT, finding.headline, "\n".join(finding.lines), named=finding.rank)
+        os._exit(watching.TIMED_OUT)
+
+    watching.Watcher(
+        watching.FileBoard(settings["board"]),
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+        report_after=settings["report_after"],
+        end_after=settings["end_after"],
+        tell=lambda finding: print(finding.describe(), file=sys.stderr, flush=True),
+        end=end,
+    ).start()
+
+
 def format_from(script: str, error: BaseException) -> str:
     """The traceback without the frames that lead to the script."""
     trace = error.__traceback__
@@ -75,9 +102,11 @@ def format_from(script: str, error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def record_failure(exit_code: int, message: str, trace: str) -> None:
+def record_failure(exit_code: int, message: str, trace: str, named: int | None = None) -> None:
+    """`named` is the rank that the failure is about, where it is another one."""
     now = time.time_ns()
-    extra = {"py_callstack": trace, "timestamp": str(now // 10**9), "time_ns": now, "exit_code": exit_code}
+    extra = {"py_callstack": trace, "timestamp": str(now // 10**9), "time_ns": now}
+    extra |= {"exit_code": exit_code, "named": named}
     with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 

@@ -21,17 +21,25 @@ import uuid
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from longmesh.cli import rank as rank_program
+from longmesh.cli.crash import read_crash
 from longmesh.cli.output import RankOutput
 from longmesh.cli.report import RankExit
 
 LOOPBACK = "127.0.0.1"
 GRACEFUL_S = 2.0
 LOOK_S = 0.02
+
+
+class WaitLimits(NamedTuple):
+    """Seconds that a rank may keep others waiting in a collective before it is named, and before the run ends."""
+
+    report_after: float = 300.0
+    end_after: float | None = None
 
 
 class LocalRanks:
@@ -45,14 +53,15 @@ class LocalRanks:
         output: RankOutput,
         directory: Path,
         environment: Mapping[str, str],
+        limits: WaitLimits,
     ) -> None:
-        self._directory = directory
+        self._directory, self._output = directory, output
         self._exits: list[RankExit] = []
         with socket.create_server((LOOPBACK, 0), backlog=num_ranks + 16) as listener:
             common = {**os.environ, **environment, **describe_world(num_ranks, listener.getsockname()[1])}
             self._running = {
                 rank: subprocess.Popen(
-                    [sys.executable, "-u", rank_program.__file__, str(os.getpid()), *command],
+                    [sys.executable, "-u", rank_program.__file__, self._settings(rank, limits), *command],
                     stdout=output.stdout_fds[rank],
                     stderr=output.stderr_fds[rank],
                     env=common | describe_rank(rank) | {"TORCHELASTIC_ERROR_FILE": str(self._record(rank))},
@@ -94,6 +103,9 @@ class LocalRanks:
         self.look()
         asked = set(self._running)
         self.send(signal.SIGTERM)
+        for process in self._running.values():
+            if is_stopped(process.pid):
+                process.kill()  # it would not see the other signal
         deadline = time.monotonic() + GRACEFUL_S
         while self._running and time.monotonic() < deadline:
             time.sleep(LOOK_S)
@@ -104,6 +116,14 @@ class LocalRanks:
         self.look()
         return [e for e in self._exits if e.rank not in asked or e.recorded]
 
+    def _settings(self, rank: int, limits: WaitLimits) -> str:
+        """What rank.py is told beside the script."""
+        files = {"board": str(self._directory), "crash_file": str(self._crash_file(rank))}
+        return json.dumps({"launcher": os.getpid(), **files, **limits._asdict()})
+
+    def _crash_file(self, rank: int) -> Path:
+        return self._directory / f"crash{rank}"
+
     def _record(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.json"
 
@@ -113,9 +133,24 @@ class LocalRanks:
             record: Any = json.loads(self._record(rank).read_text())["message"]
             extra = record["extraInfo"]
             return RankExit(
-                rank, extra["exit_code"], record["message"], extra["py_callstack"], extra["time_ns"], True
+                rank,
+                extra["exit_code"],
+                record["message"],
+                extra["py_callstack"],
+                extra["time_ns"],
+                recorded=True,
+                named=extra["named"],
             )
-        return RankExit(rank, code, "", "", now, recorded=False)
+        crash = read_crash(self._crash_file(rank), self._output.last_errors(rank))
+        return RankExit(rank, code, crash.message, crash.stack, now, recorded=False)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, where the system tells."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 def describe_world(num_ranks: int, port: int) -> dict[str, str]:

@@ -17,7 +17,10 @@ _MAX_LINE = 160
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended: its exit code (or minus a signal) and, if recorded, its exception."""
+    """How a rank ended: its exit code (or minus a signal) and, if recorded, its exception.
+
+    `named` is the rank that a watchdog's record is about.
+    """
 
     rank: int
     code: int
@@ -25,6 +28,7 @@ class RankExit:
     traceback: str
     time_ns: int
     recorded: bool
+    named: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -33,7 +37,10 @@ class RankExit:
 
     def describe(self) -> str:
         if self.code < 0:
-            return f"was killed by {signal.Signals(-self.code).name}"
+            crash = f": {self.message}" if self.message else ""
+            return f"was killed by {signal.Signals(-self.code).name}{crash}"
+        if self.named is not None:
+            return f"named rank {self.named}"
         if self.traceback:
             line = self.message.splitlines()[0]
             return f"raised {line if len(line) <= _MAX_LINE else line[:_MAX_LINE] + '...'}"
@@ -57,4 +64,6 @@ def describe_exits(exits: Sequence[RankExit], num_ranks: int, command: str = "lo
         lines.append(f"  likewise rank {', '.join(alike)}")
     if first.traceback:
         lines += ["", first.traceback.rstrip(), ""]
+    if first.named is not None:
+        return "\n".join([*lines, f"{command}: {first.message}"])
     return "\n".join([*lines, f"{command}: rank {first.rank} of {num_ranks} {first.describe()}"])

@@ -16,16 +16,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longmesh.cli.output import RankOutput
-from longmesh.cli.ranks import LOOK_S, LocalRanks
+from longmesh.cli.ranks import LOOK_S, LocalRanks, WaitLimits
 from longmesh.cli.report import describe_exits, find_first
 from longmesh.cli.told import Told, told_by_signals
 
 PIPE_CLOSED = 128 + signal.SIGPIPE
 # How long peers of a failed rank have to write down what became of them.
 SETTLE_S = 0.3
+DEFAULT_LIMITS = WaitLimits()
 
 
-def run_script(script: str, args: Sequence[str], *, num_ranks: int, num_threads: int | None) -> int:
+def run_script(
+    script: str,
+    args: Sequence[str],
+    *,
+    num_ranks: int,
+    num_threads: int | None,
+    limits: WaitLimits = DEFAULT_LIMITS,
+    command: str = "longmesh run",
+) -> int:
     """Run `script` on `num_ranks` local ranks; the exit code of the first that failed, or 0.
 
     For the main thread of a process of its own: it sets signal handlers.
@@ -36,7 +45,12 @@ def run_script(script: str, args: Sequence[str], *, num_ranks: int, num_threads:
         output = stack.enter_context(RankOutput(num_ranks, sys.stdout.buffer, sys.stderr.buffer))
         environment = choose_environment(num_ranks, num_threads)
         ranks = LocalRanks(
-            [script, *args], num_ranks, output=output, directory=directory, environment=environment
+            [script, *args],
+            num_ranks,
+            output=output,
+            directory=directory,
+            environment=environment,
+            limits=limits,
         )
         try:
             wait_for_end(ranks, told, output)
@@ -45,12 +59,17 @@ def run_script(script: str, args: Sequence[str], *, num_ranks: int, num_threads:
     if output.reader_left:
         return PIPE_CLOSED
     if told.signum is not None:
-        print(f"longmesh run: ended by {told.name}; so are the ranks", file=sys.stderr)
+        print(f"{command}: ended by {told.name}; so are the ranks", file=sys.stderr)
         return 128 + told.signum
     if not exits:
         return 0
-    print(describe_exits(exits, num_ranks), file=sys.stderr)
+    print(describe_exits(exits, num_ranks, command), file=sys.stderr)
     return find_first(exits).exit_code
+
+
+def choose_limits(timeout: float | None) -> WaitLimits:
+    """Ranks that keep others waiting are named in any case; the run ends only at a timeout that was given."""
+    return WaitLimits(min(DEFAULT_LIMITS.report_after, timeout or DEFAULT_LIMITS.report_after), timeout)
 
 
 def wait_for_end(ranks: LocalRanks, told: Told, output: RankOutput) -> None:

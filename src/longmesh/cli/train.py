@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = "longmesh.train"
+DEFAULT_TIMEOUT, START_TIMEOUTS = 300.0, 3  # the trainer's own limit takes over when it has started
 LAUNCH = ("command", "ranks", "threads", "compare")
 
 
@@ -55,6 +56,13 @@ def add_parser(commands: Any) -> None:
     for name, text in sizes:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
     parser.add_argument("--learning-rate", type=float, metavar="X", help="of AdamW (default 0.003)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds that a rank may keep others waiting before it is named and the run ends, three times as many in "
+        "the first step, a save or a load (default 300)",
+    )
     parser.add_argument("--mask", metavar="NAME", help="documents (default) or causal")
     parser.add_argument(
         "--exchange",
@@ -111,6 +119,8 @@ def find_problem(
             "--compare starts a process of its own, which torchrun's ranks can't; run `longmesh train --ranks 1 --out "
             "ONE` with the same options first, then give --baseline ONE here"
         )
+    if not 0 < told.get("timeout", 1.0) < float("inf"):
+        return f"--timeout {told['timeout']:g}: give a positive number of seconds"
     data, context, tensor = (told.get(name, 1) for name in ("data", "context", "tensor"))
     if data * context * tensor != ranks:
         return (
@@ -129,7 +139,8 @@ def _torchrun_world_size() -> int | None:
 
 def _start(told: dict[str, Any], ranks: int, threads: int | None) -> int:
     """Run the program on local ranks; rank 0 may draw on the terminal that its pipe hides from it."""
-    from longmesh.cli.run import run_script  # --help need not wait for the launcher
+    from longmesh.cli.ranks import WaitLimits  # --help need not wait for the launcher
+    from longmesh.cli.run import run_script
 
     spec = find_spec(PROGRAM)
     assert spec is not None and spec.origin is not None
@@ -138,7 +149,15 @@ def _start(told: dict[str, Any], ranks: int, threads: int | None) -> int:
     if is_terminal:
         told = told | {"terminal": os.ttyname(sys.stdout.fileno())}
     with _restored_environment():
-        code = run_script(str(program), [json.dumps(told)], num_ranks=ranks, num_threads=threads)
+        start_s = START_TIMEOUTS * told.get("timeout", DEFAULT_TIMEOUT)
+        code = run_script(
+            str(program),
+            [json.dumps(told)],
+            num_ranks=ranks,
+            num_threads=threads,
+            limits=WaitLimits(start_s, start_s),
+            command="longmesh train",
+        )
     if is_terminal:
         print("\x1b[?25h", end="", flush=True)  # a bar that was ended leaves the cursor hidden
     return code

@@ -6,5 +6,15 @@ from longmesh.debug.explain import explain
 from longmesh.debug.explanation import Explanation
 from longmesh.debug.strict import strict
 from longmesh.debug.visualize import visualize_sharding
+from longmesh.debug.watch import Watch, watch
 
-__all__ = ["CommDebugMode", "Explanation", "desync_check", "explain", "strict", "visualize_sharding"]
+__all__ = [
+    "CommDebugMode",
+    "Explanation",
+    "Watch",
+    "desync_check",
+    "explain",
+    "strict",
+    "visualize_sharding",
+    "watch",
+]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from longmesh.errors import LongmeshError
 from longmesh.train.data import Corpus
+from longmesh.train.guard import guarded
 from longmesh.train.loop import train
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import make_axes
@@ -33,9 +34,10 @@ def main(arguments: str) -> None:
     title = f"{axes.world.size()} ranks" if axes.world.size() > 1 else "one process"
     tokens = options.batch * options.seq_len
     shown = progress(steps=options.steps, step_tokens=tokens, title=title, terminal=options.terminal)
-    with shown if is_first else nullcontext(say_nothing) as show:
-        record = train(options, axes, corpus, show)
-    summary = summarize(record, options, axes)
+    with guarded(options.timeout) as guard:
+        with shown if is_first else nullcontext(say_nothing) as show:
+            record = train(options, axes, corpus, show, guard)
+        summary = summarize(record, options, axes)
     if is_first:
         print(write_report(summary, baseline, record.plan, options), flush=True)
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from longmesh.attention.tokens.packing import IGNORED
 from longmesh.comm import CommEvent, CommObserver, observe_comm
 from longmesh.errors import LongmeshError
 from longmesh.train.data import Corpus
+from longmesh.train.guard import Guard
 from longmesh.train.model import Transformer
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import Axes, cut_model, sum_gradients, take_part
 from longmesh.train.progress import StepRecord
 
 WARMUP_STEPS = 5
+UNGUARDED = Guard()
 
 
 class WaitClock(CommObserver):
@@ -50,24 +53,33 @@ class RunRecord:
     plan: AttentionPlan | None = None
 
 
-def train(options: TrainOptions, axes: Axes, corpus: Corpus, show: Callable[[StepRecord], None]) -> RunRecord:
+def train(
+    options: TrainOptions,
+    axes: Axes,
+    corpus: Corpus,
+    show: Callable[[StepRecord], None],
+    guard: Guard = UNGUARDED,
+) -> RunRecord:
     """Train to `options.steps`, show each step and leave a checkpoint. Collective: every rank of the mesh."""
     model, optimizer = build(options, axes)
-    losses = [] if options.resume is None else load_state(options.resume, model, optimizer, options)
+    with guard.section("load"):
+        losses = [] if options.resume is None else load_state(options.resume, model, optimizer, options)
     record, clock = RunRecord(losses), WaitClock()
     sequences = corpus.steps(options.seq_len, options.batch, first=len(losses))
     with observe_comm(clock):
         for step in range(len(losses), options.steps):
             start, waited = time.perf_counter(), clock.seconds
             optimizer.param_groups[0]["lr"] = options.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
-            loss, record.plan = run_step(model, optimizer, next(sequences), options, axes)
+            with nullcontext() if record.steps else guard.section("first step"):
+                loss, record.plan = run_step(model, optimizer, next(sequences), options, axes)
             losses.append(loss)
             took = time.perf_counter() - start
             record.steps.append(StepRecord(step, loss, took, clock.seconds - waited))
             show(record.steps[-1])
             is_last = step + 1 == options.steps
             if is_last or (options.save_every and (step + 1) % options.save_every == 0):
-                save_state(options.out, model, optimizer, options, losses)
+                with guard.section("save"):
+                    save_state(options.out, model, optimizer, options, losses)
     return record
 
 

@@ -34,11 +34,14 @@ class TrainOptions:
     resume: str | None = None
     baseline: str | None = None
     terminal: str | None = None
+    timeout: float = 300.0
 
     def __post_init__(self) -> None:
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise LongmeshError(f"{name}={getattr(self, name)}: give at least 1")
+        if not 0 < self.timeout < float("inf"):
+            raise LongmeshError(f"timeout={self.timeout:g}: give a positive number of seconds")
         if self.mask not in MASKS:
             raise LongmeshError(f"mask={self.mask!r} is not known; use one of {', '.join(MASKS)}")
         if self.dim % (2 * self.heads):

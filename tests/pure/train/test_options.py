@@ -15,6 +15,7 @@ UNEVEN_BATCH = "batch=3: each of the data=2 groups takes the same number of sequ
     [
         ({"steps": 0}, "steps=0: give at least 1"),
         ({"context": -1}, "context=-1: give at least 1"),
+        ({"timeout": float("nan")}, "timeout=nan: give a positive number of seconds"),
         ({"mask": "window"}, "mask='window' is not known; use one of documents, causal"),
         ({"dim": 100, "heads": 8}, ODD_HEADS),
         ({"heads": 4, "kv_heads": 3}, "kv_heads=3 must divide heads=4"),
@@ -54,6 +55,7 @@ def test_the_command_lines_options_are_the_trainers():
     numbers += ["kv-heads", "seed", "save-every"]
     words = {
         "learning-rate": "0.1",
+        "timeout": "60",
         "mask": "causal",
         "exchange": "ring",
         "out": "a",
