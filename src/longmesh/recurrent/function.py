@@ -1,0 +1,175 @@
+"""A recurrent layer over all chunks of all ranks, forward and backward.
+
+    forward    T, U of every chunk  ->  exchange along the chain  ->  states S entering chunks  ->  outputs
+    backward   dS of every chunk    ->  exchange, the other way   ->  gradients L of leaving states  ->  inputs
+
+    S[c + 1] = T[c] S[c] + U[c]           L[c] = T[c]' L[c + 1] + dS[c]
+
+A chunk's inputs get their gradients from its outputs and from L[c + 1], with S[c] known: chunks are independent
+again, and are computed anew, some at a time, so nothing but inputs and states is kept. Backward sends the gradients
+of states along the same chain; the forward's exchange is not repeated.
+
+Shapes: N chunks of this rank, B batch, then the state's dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longmesh.errors import LongmeshError
+from longmesh.recurrent.chain import Chain, Incoming
+from longmesh.recurrent.chunks import Chunks
+from longmesh.recurrent.kernel.form import Kernel
+from longmesh.recurrent.transition import Transitions, apply
+
+
+def run(
+    kernel: Kernel, chain: Chain, chunks: Chunks, initial: Tensor | None, inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Outputs of this rank's tokens and the state after its last one. `inputs` as the kernel takes them. Collective."""
+    split = kernel.split(inputs, chunks)
+    outputs, last = _Recurrence.apply(kernel, chain, chunks, initial, *split)
+    return kernel.join(outputs, chunks), last
+
+
+def _segments(kernel: Kernel, chunks: Chunks) -> Iterator[tuple[slice, Chunks]]:
+    for start in range(0, chunks.count, kernel.chunks_at_once):
+        where = slice(start, min(start + kernel.chunks_at_once, chunks.count))
+        yield where, chunks.part(where)
+
+
+def _take(inputs: Sequence[Tensor], where: slice) -> list[Tensor]:
+    return [x if x.shape[0] == 1 else x[where] for x in inputs]
+
+
+def _last_state(transitions: Transitions, updates: Tensor, state: Tensor | None) -> Tensor:
+    for chunk, update in enumerate(updates):
+        state = update if state is None else transitions.apply(chunk, state) + update
+    assert state is not None, "a rank has at least one chunk, of padding if it has no token"
+    return state
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: Kernel, chain: Chain, chunks: Chunks, initial: Tensor | None, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        segments = list(_segments(kernel, chunks))
+        forms = [kernel.form(_take(inputs, where), part) for where, part in segments]
+        values = torch.cat([form.transitions.values for form in forms])
+        transitions = Transitions(values, forms[0].transitions.is_matrix)
+        updates = torch.cat([form.updates for form in forms])
+        entering = initial if chain.rank == 0 else None
+        incoming = _start(chain, transitions, updates, entering)
+        readings = [form.reading() for form in forms]
+        states, last = _scan_forward(transitions, updates, entering, incoming)
+        outputs = [
+            reading.outputs(states[where]) for reading, (where, _) in zip(readings, segments, strict=True)
+        ]
+        kept = [reading.kept for reading in readings if reading.kept is not None]
+        ctx.kernel, ctx.chain, ctx.chunks, ctx.has_initial = kernel, chain, chunks, initial is not None
+        ctx.is_matrix, ctx.num_kept = transitions.is_matrix, len(kept)
+        ctx.save_for_backward(values, states, *kept, *inputs)
+        return torch.cat(outputs), last
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise LongmeshError(
+                "a second derivative through a recurrent layer over a cut sequence is not supported; call backward() "
+                "or autograd.grad() without create_graph=True"
+            )
+        grad_outputs, grad_last = gradients
+        values, states, *others = ctx.saved_tensors
+        kept, inputs = others[: ctx.num_kept] or None, others[ctx.num_kept :]
+        kernel, chain, segments = ctx.kernel, ctx.chain, list(_segments(ctx.kernel, ctx.chunks))
+        by_outputs = [
+            kernel.adjoint(kept and kept[i], _take(inputs, where), grad_outputs[where], part)
+            for i, (where, part) in enumerate(segments)
+        ]
+        arriving, grad_initial = _scan_backward(
+            chain, Transitions(values, ctx.is_matrix), torch.cat(by_outputs), grad_last
+        )
+        found = [
+            _differentiate(
+                kernel, _take(inputs, where), part, states[where], grad_outputs[where], arriving[where]
+            )
+            for where, part in segments
+        ]
+        whole = [
+            sum(pieces[1:], pieces[0]) if x.shape[0] == 1 else torch.cat(pieces)
+            for x, pieces in zip(inputs, zip(*found, strict=True), strict=True)
+        ]
+        if not ctx.has_initial:
+            grad_initial = None
+        elif chain.rank != 0:
+            grad_initial = torch.zeros_like(grad_initial)
+        return None, None, None, grad_initial, *whole
+
+
+def _differentiate(
+    kernel: Kernel,
+    inputs: Sequence[Tensor],
+    chunks: Chunks,
+    states: Tensor,
+    grad_outputs: Tensor,
+    arriving: Tensor,
+) -> tuple[Tensor, ...]:
+    """Gradients of some chunks' inputs, which are computed anew.
+
+    The states that enter the chunks and the gradients of those that leave them are known.
+    """
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        form = kernel.form(leaves, chunks)
+        outputs = form.reading().outputs(states)
+        leaving = apply(form.transitions.values, states, form.transitions.is_matrix) + form.updates
+    return torch.autograd.grad((outputs, leaving), leaves, (grad_outputs, arriving))
+
+
+def _start(
+    chain: Chain, transitions: Transitions, updates: Tensor, entering: Tensor | None
+) -> Incoming | None:
+    """Send this rank's map on its way, if any document connects two ranks. Collective."""
+    if not chain.plan.crosses:
+        return None
+    own = _last_state(transitions, updates, entering)
+    return chain.start(transitions.whole(), own, is_matrix=transitions.is_matrix)
+
+
+def _scan_forward(
+    transitions: Transitions, updates: Tensor, entering: Tensor | None, incoming: Incoming | None
+) -> tuple[Tensor, Tensor]:
+    """The states that enter the chunks, and the one that leaves the last. Collective."""
+    state = None if incoming is None else incoming.wait()
+    state = torch.zeros_like(updates[0]) if state is None else state
+    if entering is not None:
+        state = state + entering
+    states = torch.empty_like(updates)
+    for chunk, update in enumerate(updates):
+        states[chunk] = state
+        state = transitions.apply(chunk, state) + update
+    return states, state
+
+
+def _scan_backward(
+    chain: Chain, transitions: Transitions, grad_states: Tensor, grad_last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the states that leave the chunks, and of the one that enters the first. Collective."""
+    back = transitions.transposed()
+    gradient = grad_last
+    if chain.plan.crosses:
+        own = _last_state(back, grad_states.flip(0), grad_last)
+        arriving = chain.start(back.whole(), own, is_matrix=back.is_matrix, backward=True).wait()
+        if arriving is not None:
+            gradient = gradient + arriving
+    leaving = torch.empty_like(grad_states)
+    for place in range(len(leaving)):
+        chunk = len(leaving) - 1 - place
+        leaving[chunk] = gradient
+        gradient = back.apply(place, gradient) + grad_states[chunk]
+    return leaving, gradient

@@ -1,0 +1,1 @@
+"""One kernel a file: what a chunk of tokens does to a state, in plain torch."""

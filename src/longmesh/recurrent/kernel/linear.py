@@ -1,0 +1,39 @@
+"""Linear attention with decay, of which Mamba 2's SSD is one: S_t = exp(g_t) S_(t-1) + k_t v_t',  o_t = q_t' S_t.
+
+In a chunk whose entering state is S:
+
+    o = P(q, k) v + (q exp(G)) S          P: see decay.py; G: running sum of g
+    S' = exp(G_C) S + (k exp(G_C - G))' v
+
+Shapes: N chunks, B batch, H heads, C tokens, K key features, V value features. g is (.., C, 1), or (.., C, K): a
+decay per feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from longmesh.recurrent.chunks import Chunks
+from longmesh.recurrent.kernel.decay import decayed_products
+from longmesh.recurrent.kernel.form import Form, MatrixKernel, MatrixReading
+from longmesh.recurrent.transition import Transitions
+
+
+class LinearAttention(MatrixKernel):
+    """Inputs q, k (batch, tokens, heads, K), v (.., V), g (batch, tokens, heads) or (.., K)."""
+
+    name = "chunked linear attention"
+
+    def form(self, inputs: Sequence[Tensor], chunks: Chunks) -> Form:
+        q, k, v, g = inputs
+        decay = g.cumsum(-2)
+        whole = decay[..., -1:, :]
+        leaving = chunks.leaving(k * (whole - decay).exp())
+
+        def reading() -> MatrixReading:
+            scores = decayed_products(q, k, decay, chunks)
+            return MatrixReading(chunks.entering(q * decay.exp()), scores @ v)
+
+        return Form(Transitions(chunks.passing(whole.exp()).mT, is_matrix=False), leaving.mT @ v, reading)

@@ -1,0 +1,241 @@
+"""RecurrentParallel: recurrent layers over a sequence that is cut over the ranks of a mesh, exact.
+
+    rp = RecurrentParallel(mesh, seq_len=S, documents=[3000, 5192])      # plans; sends nothing
+    x = rp.shard(tokens, dim=1)                                          # this rank's tokens: one stretch
+    y = rp.causal_conv1d(x, weight, bias, "silu")                        # the last tokens of the rank before
+    out = rp.gated_delta_rule(q, k, v, g, beta)                          # one state per head crosses a border
+
+What crosses a border does not grow with the length: a state, and T where a rank lies inside one document. States are
+fp32 (fp64 for fp64 inputs) whatever the inputs are.
+
+Pitfall: tokens are in order, rank after rank. Attention's balanced layouts deal them out; give attention the layout
+"contiguous" for models that have both kinds of layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.comm import comm_of
+from longmesh.errors import LongmeshError
+from longmesh.recurrent.chain import Chain
+from longmesh.recurrent.chunks import Chunks, chunks_of
+from longmesh.recurrent.convolution import convolve
+from longmesh.recurrent.function import run
+from longmesh.recurrent.gather import gather_tokens, share_last
+from longmesh.recurrent.kernel.delta import GatedDeltaRule
+from longmesh.recurrent.kernel.form import Kernel
+from longmesh.recurrent.kernel.linear import LinearAttention
+from longmesh.recurrent.kernel.selective import SelectiveScan
+from longmesh.recurrent.plan import RecurrentPlan, documents_of_positions, plan_recurrent
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+class RecurrentParallel:
+    """Made by every rank of the mesh (of one axis) with the same arguments. Making it communicates nothing.
+
+    Documents are given by their lengths (one list, or one per batch row), or found in `positions` of the whole
+    sequence, one row or several, that start again. Without a mesh the sequence is whole in this process.
+
+    Every method is collective over the mesh, and so is its backward. With `final=True` it also returns the state after
+    the last token, on every rank.
+
+    >>> rp = RecurrentParallel(mesh, seq_len=5)
+    >>> x = torch.arange(5.0).view(1, 1, 5)  # (batch, channels, tokens), whole on every rank, to be cut
+    >>> rp.unshard(rp.causal_conv1d(rp.shard(x, dim=2), torch.ones(1, 2)), dim=2)
+    tensor([[[0., 1., 3., 5., 7.]]])
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        *,
+        seq_len: int,
+        documents: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        positions: Tensor | None = None,
+        exchange: str = "auto",
+    ) -> None:
+        if mesh is not None and mesh.ndim != 1:
+            raise LongmeshError(
+                f"RecurrentParallel: the mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}; pass "
+                "the sub-mesh of the axis that cuts the sequence, such as mesh['cp']"
+            )
+        if exchange not in ("auto", "gather", "scan"):
+            raise LongmeshError(f"RecurrentParallel(exchange={exchange!r}): give 'auto', 'gather' or 'scan'")
+        if positions is not None:
+            if documents is not None:
+                raise LongmeshError(
+                    "RecurrentParallel: documents and positions both say where documents begin; give one of them"
+                )
+            documents = documents_of_positions(positions, seq_len)
+        comm = None if mesh is None else comm_of(mesh)
+        self.mesh = mesh
+        self.rank = 0 if comm is None else comm.shape.index(comm.coordinate)
+        self.plan: RecurrentPlan = plan_recurrent(
+            seq_len=seq_len, ranks=1 if mesh is None else mesh.size(), documents=documents
+        )
+        scheme = None if exchange == "auto" else exchange
+        self._chain = Chain(self.plan, self.rank, None, (0,), scheme)
+        if comm is not None:
+            group = comm.group((0,))
+            members = tuple(comm.shape.index(place) for place in group.members)
+            self._chain = Chain(self.plan, self.rank, group, members, scheme)
+
+    # -- the layout ------------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+        start, stop = self.plan.span(self.rank)
+        return stop - start
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """Global positions of this rank's tokens."""
+        return torch.arange(*self.plan.span(self.rank))
+
+    def shard(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part of a whole tensor whose `dim` is the sequence. Local; every rank has the whole."""
+        if tensor.shape[dim] != self.plan.seq_len:
+            raise LongmeshError(
+                f"shard: dim {dim} has {tensor.shape[dim]} tokens and the sequence {self.plan.seq_len}; give the "
+                "whole tensor"
+            )
+        start, stop = self.plan.span(self.rank)
+        return tensor.narrow(dim, start, stop - start)
+
+    def unshard(self, tensor: Tensor, dim: int) -> Tensor:
+        """The whole tensor from every rank's part. Collective; its gradient is this rank's part of the whole's."""
+        self._check_tokens("unshard", tensor, dim)
+        return gather_tokens(self._chain, tensor, dim)
+
+    # -- layers ----------------------------------------------------------------------------------
+
+    def gated_delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        final: bool = False,
+    ) -> Result:
+        """S_t = (I - b k k') exp(g) S + b k v', o = scale q' S: (batch, tokens, heads, V).
+
+        q, k (batch, tokens, heads, K), v (.., V); g, the log of the decay, and beta (batch, tokens, heads); g may have
+        one number per feature of k. `scale` is 1 / sqrt(K) unless given. Keys are used as they are: normalise them.
+        """
+        factor: float = k.shape[-1] ** -0.5 if scale is None else scale
+        return self._run(GatedDeltaRule(), [q * factor, k, v, g, beta], v.dtype, initial_state, final)
+
+    def linear_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        initial_state: Tensor | None = None,
+        final: bool = False,
+    ) -> Result:
+        """S_t = exp(decay) S + k v', o = scale q' S: (batch, tokens, heads, V).
+
+        `decay` is a logarithm: (batch, tokens, heads), or one number per feature of k.
+        """
+        decay = q.new_zeros(q.shape[:-1]) if decay is None else decay
+        return self._run(LinearAttention(), [q * scale, k, v, decay], v.dtype, initial_state, final)
+
+    def ssd(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        *,
+        initial_state: Tensor | None = None,
+        final: bool = False,
+    ) -> Result:
+        """Mamba 2: x (batch, tokens, heads, P), dt (batch, tokens, heads) after softplus, A and D (heads,), B and C
+        (batch, tokens, groups, N). A state is (batch, heads, N, P)."""
+        heads = x.shape[2]
+        k, q = (each.repeat_interleave(heads // each.shape[2], dim=2) for each in (B, C))
+        out = self._run(
+            LinearAttention(), [q, k, x * dt.unsqueeze(-1), dt * A], x.dtype, initial_state, final
+        )
+        if D is None:
+            return out
+        skip = x * D.unsqueeze(-1)
+        return (out[0] + skip, out[1]) if isinstance(out, tuple) else out + skip
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        *,
+        initial_state: Tensor | None = None,
+        final: bool = False,
+    ) -> Result:
+        """Mamba 1: x and dt (batch, channels, tokens), dt after softplus, A (channels, n), B and C (batch, n, tokens),
+        D (channels,). A state is (batch, channels, n)."""
+        out = self._run(SelectiveScan(), [x, dt, A, B, C], x.dtype, initial_state, final, dim=2)
+        if D is None:
+            return out
+        skip = x * D.unsqueeze(-1)
+        return (out[0] + skip, out[1]) if isinstance(out, tuple) else out + skip
+
+    def causal_conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    ) -> Tensor:
+        """A causal convolution of each channel: x (batch, channels, tokens), weight (channels, width)."""
+        self._check_tokens("causal_conv1d", x, 2)
+        return convolve(self._chain, x, weight, bias, activation)
+
+    def _run(
+        self,
+        kernel: Kernel,
+        inputs: list[Tensor],
+        dtype: torch.dtype,
+        initial: Tensor | None,
+        final: bool,
+        dim: int = 1,
+    ) -> Result:
+        self._check_tokens(kernel.name, inputs[0], dim)
+        wide = torch.float64 if any(x.dtype is torch.float64 for x in inputs) else torch.float32
+        inputs = [x.to(wide) for x in inputs]
+        chunks = self._chunks(kernel.chunk, wide, inputs[0].device)
+        initial = None if initial is None else initial.to(wide)
+        out, last = run(kernel, self._chain, chunks, initial, inputs)
+        out = out.to(dtype)
+        return (out, share_last(self._chain, last)) if final else out
+
+    def _chunks(self, size: int, dtype: torch.dtype, device: torch.device) -> Chunks:
+        return chunks_of(self.plan, self.rank, size, dtype=dtype, device=device)
+
+    def _check_tokens(self, what: str, tensor: Tensor, dim: int) -> None:
+        if tensor.shape[dim] != self.num_tokens:
+            raise LongmeshError(
+                f"{what}: dim {dim} has {tensor.shape[dim]} tokens and this rank {self.num_tokens} of the sequence's "
+                f"{self.plan.seq_len}; cut it with shard(tensor, dim={dim})"
+            )
+        rows = len(self.plan.starts)
+        if rows > 1 and tensor.shape[0] != rows:
+            raise LongmeshError(
+                f"{what}: a batch of {tensor.shape[0]} rows and documents for {rows}; give documents for each row, or "
+                "one list for all"
+            )

@@ -1,0 +1,99 @@
+"""Recurrent layers over a cut sequence against a loop over tokens in float64: outputs, states, gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longmesh.errors import LongmeshError
+from longmesh.recurrent import RecurrentParallel
+from longmesh.testing import cpu_mesh
+from support.recurrences import WHOLE, call_layer, draw, expect, token_dim
+
+LAYERS = ("delta", "delta_diagonal", "linear", "linear_diagonal", "ssd", "selective", "conv")
+# (tokens, documents, exchange): uneven and empty spans, documents that end at borders and inside chunks
+CASES = (
+    (133, None, "gather"),
+    (133, None, "scan"),
+    (133, [1, 131, 1], "gather"),
+    (133, [60, 3, 1, 40, 29], "scan"),
+    (66, [33, 33], "gather"),
+    (5, [2, 3], "scan"),
+    (1, None, "gather"),
+)
+
+
+def worst_difference(ranks: int, layer: str, seq_len: int, documents, exchange: str) -> float:
+    rp = RecurrentParallel(cpu_mesh(ranks), seq_len=seq_len, documents=documents, exchange=exchange)
+    given, dim = draw(layer, seq_len), token_dim(layer)
+    parts = {name: x if name in WHOLE else rp.shard(x, dim) for name, x in given.items()}
+    out, last = call_layer(rp, layer, parts)
+    wanted, wanted_last = expect(layer, given, documents)
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weigh_last = torch.linspace(0, 1, wanted_last.numel(), dtype=torch.float64).view(wanted_last.shape)
+    share = (out * rp.shard(weights, dim)).sum() + (last * weigh_last).sum() / ranks
+    found = torch.autograd.grad(share, list(given.values()))
+    expected = torch.autograd.grad(
+        (wanted * weights).sum() + (wanted_last * weigh_last).sum(), list(given.values())
+    )
+    differences = [rp.unshard(out, dim) - wanted, last - wanted_last]
+    for mine, whole in zip(found, expected, strict=True):
+        total = mine.clone()
+        dist.all_reduce(total)
+        differences.append(total - whole)
+    return max(d.abs().max().item() if d.numel() else 0.0 for d in differences)
+
+
+def every_case(ranks: int, layer: str) -> dict[str, float]:
+    return {str(case): worst_difference(ranks, layer, *case) for case in CASES}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_outputs_states_and_gradients_are_those_of_one_token_after_another(pool, layer, ranks):
+    for found in pool.run(every_case, ranks, layer, ranks=ranks, timeout=300.0):
+        assert len(found) == len(CASES)
+        assert max(found.values()) < 1e-9, {case: worst for case, worst in found.items() if worst >= 1e-9}
+
+
+def refusals(ranks: int) -> list[str]:
+    mesh, texts = cpu_mesh(ranks), []
+
+    def text(call) -> None:
+        with pytest.raises(LongmeshError) as caught:
+            call()
+        texts.append(str(caught.value))
+
+    rp = RecurrentParallel(mesh, seq_len=6)
+    x = torch.randn(1, 1, 6)
+    text(lambda: rp.causal_conv1d(x, torch.ones(1, 2)))
+    text(lambda: rp.shard(x[..., :5], 2))
+    text(lambda: rp.causal_conv1d(rp.shard(x, 2), torch.ones(1, 2), None, "relu"))
+    text(lambda: RecurrentParallel(mesh, seq_len=6, documents=[2, 3]))
+    text(lambda: RecurrentParallel(mesh, seq_len=6, documents=[6], positions=torch.arange(6)))
+    text(lambda: RecurrentParallel(mesh, seq_len=6, positions=torch.arange(5)))
+    text(lambda: RecurrentParallel(mesh, seq_len=6, exchange="ring"))
+    text(lambda: RecurrentParallel(cpu_mesh(1, ranks), seq_len=6))
+    rows = RecurrentParallel(mesh, seq_len=6, documents=[[6], [3, 3]])
+    text(lambda: rows.causal_conv1d(rows.shard(x, 2), torch.ones(1, 2)))
+    q = torch.randn(1, 3, 1, 2, requires_grad=True)
+    out = rp.linear_attention(q, q, q)
+    text(lambda: torch.autograd.grad(out.sum(), q, create_graph=True))
+    return texts
+
+
+def test_what_cannot_be_right_is_refused(pool):
+    wanted = [
+        "cut it with shard(tensor, dim=2)",
+        "give the whole tensor",
+        "give None, 'silu' or 'swish'",
+        "are 5 in all, and the sequence has 6",
+        "give one of them",
+        "positions of 5 tokens and a sequence of 6",
+        "give 'auto', 'gather' or 'scan'",
+        "pass the sub-mesh",
+        "give documents for each row",
+        "without create_graph=True",
+    ]
+    for texts in pool.run(refusals, 2, ranks=2):
+        for text, part in zip(texts, wanted, strict=True):
+            assert part in text
