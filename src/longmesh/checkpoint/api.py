@@ -13,10 +13,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from longmesh.checkpoint.directory import DirectoryReader, DirectoryWriter
+from longmesh.checkpoint.directory_reader import DirectoryReader
+from longmesh.checkpoint.directory_writer import DirectoryWriter
+from longmesh.checkpoint.pieces import Allowed, check_allowed
 from longmesh.checkpoint.planner import LoadPlanner, SavePlanner
 from longmesh.checkpoint.replace import readable_path, remove, staging_path
-from longmesh.checkpoint.safetensors_storage import SafetensorsReader, SafetensorsWriter
+from longmesh.checkpoint.safetensors_reader import SafetensorsReader, require_library
+from longmesh.checkpoint.safetensors_writer import SafetensorsWriter
 from longmesh.errors import CheckpointError
 
 _PathLike = str | os.PathLike[str]
@@ -36,11 +39,13 @@ def save(state_dict: dict[str, Any], path: _PathLike) -> None:
     _save(state_dict, Path(path), DirectoryWriter(Path(path)), SavePlanner())
 
 
-def load(state_dict: dict[str, Any], path: _PathLike) -> None:
+def load(state_dict: dict[str, Any], path: _PathLike, *, allow: Allowed = ()) -> None:
     """Read the checkpoint `path` into `state_dict`: tensors in place, other values replaced.
 
     `state_dict` says what to read and into which layouts; they need not be those it was saved from, nor the mesh or
-    the number of ranks. Collective: every rank of the world.
+    the number of ranks. Nothing in a checkpoint is run: tensors, numbers, strings and containers of them are read, and
+    an object of any other class is refused, by its name, unless `allow` has the class. Collective: every rank of the
+    world.
 
     >>> save({"x": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]), "step": 3}, "latest")
     >>> state = {"x": zeros(5, device_mesh=mesh, placements=[Replicate()]), "step": 0}
@@ -48,8 +53,9 @@ def load(state_dict: dict[str, Any], path: _PathLike) -> None:
     >>> state["x"].to_local(), state["step"]
     (tensor([0., 1., 2., 3., 4.]), 3)
     """
+    check_allowed(allow)
     target = readable_path(Path(path))
-    _load(state_dict, target, DirectoryReader(target))
+    _load(state_dict, target, DirectoryReader(target, allow))
 
 
 def save_safetensors(
@@ -66,6 +72,7 @@ def save_safetensors(
     >>> load_file("w.safetensors")
     {'w': tensor([1., 1., 1., 1., 1.])}
     """
+    require_library()
     if max_file_bytes < 1:
         raise CheckpointError(
             f"save_safetensors(max_file_bytes={max_file_bytes}): give a positive number of bytes"
@@ -86,6 +93,7 @@ def load_safetensors(state_dict: dict[str, Any], path: _PathLike) -> None:
     >>> state["w"].to_local()
     tensor([0., 1.])
     """
+    require_library()
     target = readable_path(Path(path))
     _load(state_dict, target, SafetensorsReader(target))
 

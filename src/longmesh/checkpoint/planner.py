@@ -6,7 +6,7 @@ Errors raised here are gathered: every rank gets them, whichever rank found them
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 
 from longmesh.errors import CheckpointError, LongmeshError
 from longmesh.tensor import DTensor
@@ -100,6 +100,21 @@ class LoadPlanner(DefaultLoadPlanner):
             more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
             raise CheckpointError(f"checkpoint {self._path} does not fit the state to load:\n{shown}{more}")
         return super().create_local_plan()
+
+    def load_object(self, item: ReadItem, value: Any) -> None:
+        """Put a value that is no tensor where the state dict has it."""
+        *way, last = self.mappings[item.dest_index.fqn]
+        place: Any = self.original_state_dict
+        for key in way:
+            place = place[own_key(place, key)]
+        place[own_key(place, last)] = value
+
+
+def own_key(place: Any, key: Any) -> Any:
+    """The key of a dict that torch calls `key`: it makes text of numbers (an optimizer's state has them)."""
+    if not isinstance(place, Mapping) or key in place:
+        return key
+    return next((own for own in place if str(own) == key), key)
 
 
 def find_differences(state: dict[str, Any], saved: dict[str, Any]) -> Iterator[str]:

@@ -1,10 +1,11 @@
-"""The safetensors format: 8 bytes of header length, a JSON header, the tensors' bytes one after the other.
+"""Where tensors lie in safetensors files: 8 bytes of header length, a JSON header, their bytes one after the other.
 
 Large states are several such files and an index, as Hugging Face lays them out:
 
     model-00001-of-00002.safetensors   model-00002-of-00002.safetensors   model.safetensors.index.json
 
-Tensors are whole and row-major in a file, so a rank finds its box of one by arithmetic. Pure, but for reading headers.
+Tensors are whole and row-major in a file, so a rank finds its box of one by arithmetic. Pure. Only for files that many
+ranks write: they are read with the library.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from longmesh.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 _METADATA = "__metadata__"
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -41,7 +40,7 @@ _DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,34 +98,6 @@ def make_index(places: dict[str, TensorPlace]) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2)
 
 
-def read_places(path: Path) -> dict[str, TensorPlace]:
-    """The tensors of a file, or of a directory with an index or with one file `model.safetensors`."""
-    if not path.exists():
-        raise CheckpointError(f"there is no safetensors file or directory at {path}")
-    if not path.is_dir():
-        return _read_header(path)
-    index = path / INDEX
-    if not index.exists():
-        single = path / "model.safetensors"
-        if not single.exists():
-            raise CheckpointError(f"{path} holds neither {INDEX} nor model.safetensors")
-        return _read_header(single)
-    try:
-        weights: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(weights.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged: it is no index of safetensors files ({error})") from error
-    found: dict[str, TensorPlace] = {}
-    for name in names:
-        if not (path / name).exists():
-            raise CheckpointError(f"{path} is incomplete: {name}, which its index names, is missing")
-        found |= _read_header(path / name)
-    lost = sorted(set(weights) - set(found))
-    if lost:
-        raise CheckpointError(f"{path} is damaged: {lost[0]!r} is in its index and in none of its files")
-    return found
-
-
 def _groups(tensors: Sizes, max_file_bytes: int | None) -> list[list[str]]:
     """Names per file, in the order given."""
     if max_file_bytes is None:
@@ -158,35 +129,3 @@ def _plan_file(file: str, tensors: Sizes) -> tuple[FilePlan, dict[str, TensorPla
     header = struct.pack("<Q", len(text)) + text
     places = {name: TensorPlace(file, len(header) + starts[name], *tensors[name]) for name in order}
     return FilePlan(file, header, len(header) + end), places
-
-
-def _read_header(path: Path) -> dict[str, TensorPlace]:
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        first = file.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-        if 8 + length > size:
-            raise CheckpointError(f"{path} is damaged: {size} bytes are too few for its header")
-        text = file.read(length)
-    try:
-        entries: dict[str, Any] = json.loads(text)
-        places = {
-            name: _place(path.name, 8 + length, entry) for name, entry in entries.items() if name != _METADATA
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: its header can't be read ({error})") from error
-    for name, place in places.items():
-        if place.start + place.num_bytes > size:
-            raise CheckpointError(
-                f"{path} is damaged or was cut off: {name!r} ends at byte {place.start + place.num_bytes} of {size}"
-            )
-    return places
-
-
-def _place(file: str, base: int, entry: dict[str, Any]) -> TensorPlace:
-    start, end = entry["data_offsets"]
-    shape: Sequence[int] = entry["shape"]
-    place = TensorPlace(file, base + start, tuple(shape), _DTYPES[entry["dtype"]])
-    if end - start != place.num_bytes:
-        raise ValueError(f"{end - start} bytes for shape {tuple(shape)} of {entry['dtype']}")
-    return place

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from longmesh.checkpoint import load_safetensors, save_safetensors
-from longmesh.checkpoint.safetensors_format import read_places
-from longmesh.checkpoint.safetensors_storage import box_runs
-from longmesh.errors import CheckpointError
+from longmesh.checkpoint.safetensors_reader import read_stored
+from longmesh.checkpoint.safetensors_writer import box_runs
+from longmesh.errors import CheckpointError, LongmeshError
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -102,13 +103,19 @@ def header(entries, data=b""):
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 DAMAGED = [
-    (b"", "0 bytes are too few for its header"),
-    (b"\xff" * 8 + b"{}", "10 bytes are too few for its header"),
-    (struct.pack("<Q", 2) + b"[}", "its header can't be read"),
-    (header({"a": ENTRY}, b"1234"), r"is damaged or was cut off: 'a' ends at byte \d+ of \d+"),
-    (header({"a": ENTRY | {"dtype": "F99"}}, b"12345678"), "its header can't be read .'F99'"),
-    (header({"a": ENTRY | {"shape": [3]}}, b"12345678"), r"8 bytes for shape \(3,\) of F32"),
-    (header([1]), "its header can't be read"),
+    (b"", "header too small"),
+    (b"\xff" * 8 + b"{}", "header too large"),
+    (struct.pack("<Q", 1 << 50) + b"{}", "header too large"),
+    (struct.pack("<Q", 2) + b"[}", "invalid JSON in header"),
+    (header({"a": ENTRY}, b"1234"), "incomplete metadata, file not fully covered"),
+    (header({"a": ENTRY | {"dtype": "F99"}}, b"12345678"), "unknown variant `F99`"),
+    (header({"a": ENTRY | {"shape": [3]}}, b"12345678"), "invalid shape, data type, or offset for tensor"),
+    (
+        header({"a": ENTRY | {"shape": [1 << 50], "data_offsets": [0, 1 << 52]}}, b"12345678"),
+        "file not fully covered",
+    ),
+    (header({"a": ENTRY | {"data_offsets": [-1, 7]}}, b"12345678"), "invalid value: integer `-1`"),
+    (header([1]), "invalid JSON in header"),
 ]
 
 
@@ -116,8 +123,9 @@ DAMAGED = [
 def test_damaged_files_are_told(tmp_path, content, text):
     path = tmp_path / "m.safetensors"
     path.write_bytes(content)
+    text = "m.safetensors is damaged: .*" + text
     with pytest.raises(CheckpointError, match=text):
-        read_places(path)
+        read_stored(path)
     with pytest.raises(CheckpointError, match=text):
         load_safetensors({"a": torch.zeros(2)}, path)
 
@@ -136,13 +144,48 @@ def test_bad_directories_are_told(tmp_path):
     with pytest.raises(CheckpointError, match="'c' is in its index and in none of its files"):
         load_safetensors({"a": torch.ones(2)}, tmp_path / "m")
     index.write_text(good.replace("00002-of", "00009-of"))
-    with pytest.raises(
-        CheckpointError, match=r"model-00009-of-00002.safetensors, which its index names, is missing"
-    ):
+    with pytest.raises(CheckpointError, match=r"m is damaged: model-00009-of-00002.safetensors is missing"):
         load_safetensors({"a": torch.ones(2)}, tmp_path / "m")
     index.write_text("{")
     with pytest.raises(CheckpointError, match="it is no index of safetensors files"):
         load_safetensors({"a": torch.ones(2)}, tmp_path / "m")
+
+
+def test_an_element_type_that_torch_lacks_is_named(tmp_path):
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(header({"a": ENTRY | {"dtype": "F4", "shape": [16]}}, b"12345678"))
+    with pytest.raises(CheckpointError, match="'a' has the element type F4, which is not supported"):
+        load_safetensors({"a": torch.zeros(2)}, path)
+
+
+def test_the_extra_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for call in (save_safetensors, load_safetensors):
+        with pytest.raises(LongmeshError, match=r"pip install 'longmesh\[safetensors\]'"):
+            call({"a": torch.zeros(2)}, tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize("name", ["../m.safetensors", "{tmp}/m.safetensors", "link.safetensors"])
+def test_an_index_does_not_lead_out_of_its_directory(tmp_path, name):
+    save_file({"a": torch.ones(2)}, tmp_path / "m.safetensors")
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "link.safetensors").symlink_to(tmp_path / "m.safetensors")
+    weights = {"weight_map": {"a": name.format(tmp=tmp_path)}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(weights))
+    with pytest.raises(CheckpointError, match=r"model is refused: its .*, which is outside of its directory"):
+        load_safetensors({"a": torch.zeros(2)}, directory)
+
+
+def test_links_of_hugging_faces_cache_are_followed(tmp_path):
+    blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "1"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, blobs / "3f2a")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/3f2a")
+    found = {"a": torch.zeros(2)}
+    load_safetensors(found, snapshot)
+    assert found["a"].tolist() == [1.0, 1.0]
 
 
 def test_what_does_not_fit_the_format_is_refused(tmp_path):

@@ -1,15 +1,14 @@
 """A checkpoint as torch.distributed.checkpoint lays it out in a directory, with checksums beside it.
 
-.metadata         sizes, and in which file each piece lies (torch's)
+.metadata         sizes, and in which file each piece lies (torch's); a mark says that checksums belong to it
 __0_0.distcp      the pieces that rank 0 wrote, one after the other
-.longmesh.json    a CRC-32 of each piece; torch ignores it
+.longmesh.json    a CRC-32 of each piece and of .metadata; torch ignores it
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import zlib
 from collections.abc import Callable
@@ -17,19 +16,20 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from longmesh.checkpoint.replace import backup_path, remove, replace_with_staged, staging_path
 from longmesh.errors import CheckpointError
 
-_CHECKSUMS = ".longmesh.json"
+METADATA = ".metadata"
+CHECKSUMS = ".longmesh.json"
+MARK = "longmesh.checkpoint"
 _OURS = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata(\.tmp)?|\.longmesh\.json")
-_BLOCK = 1 << 20
 
 
 class DirectoryWriter(FileSystemWriter):
@@ -66,11 +66,13 @@ class DirectoryWriter(FileSystemWriter):
             checksums.setdefault(info.relative_path, {})[str(info.offset)] = checksum
         plain = [[_without_checksum(result) for result in per_rank] for per_rank in results]
         super().finish(metadata, plain)
-        (Path(self.path) / _CHECKSUMS).write_text(json.dumps({"crc32": checksums}))
+        described = zlib.crc32((Path(self.path) / METADATA).read_bytes())
+        text = json.dumps({METADATA: described, "crc32": checksums})
+        (Path(self.path) / CHECKSUMS).write_text(text)
         replace_with_staged(self._target)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=str(self._target), save_id=self.save_id)
+        return StorageMeta(checkpoint_id=str(self._target), save_id=self.save_id, modules=[MARK])
 
 
 def prepare_directory(target: Path, *, is_ours: Callable[[str], bool]) -> None:
@@ -88,57 +90,6 @@ def prepare_directory(target: Path, *, is_ours: Callable[[str], bool]) -> None:
         )
     remove(staging_path(target))
     staging_path(target).mkdir()
-
-
-class DirectoryReader(FileSystemReader):
-    """Reads a checkpoint directory; pieces with a checksum are checked before they are used.
-
-    If the description can't be read, `problem` says why and an empty one is returned: the planner tells all ranks.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.problem: str | None = None
-        self._checksums: dict[str, dict[str, int]] = {}
-        self._reading = ""
-
-    def read_metadata(self) -> Metadata:
-        try:
-            metadata = super().read_metadata()
-            if (Path(self.path) / _CHECKSUMS).exists():
-                self._checksums = json.loads((Path(self.path) / _CHECKSUMS).read_text())["crc32"]
-        except FileNotFoundError:
-            self.problem = f"there is no checkpoint at {self.path}: it has no file .metadata"
-        except Exception as error:  # unpickling what is no pickle raises anything
-            self.problem = f"checkpoint {self.path} is damaged: its description can't be read ({error})"
-        else:
-            return metadata
-        return Metadata({}, storage_data={})
-
-    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        try:
-            return super().read_data(plan, planner)
-        except CheckpointError:
-            raise
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"checkpoint {self.path} is damaged: {error.filename} is missing"
-            ) from error
-        except (RuntimeError, EOFError, pickle.UnpicklingError, AssertionError, OSError) as error:
-            text = next(iter(str(error).splitlines()), type(error).__name__)
-            raise CheckpointError(
-                f"checkpoint {self.path} is damaged: {self._reading} can't be read ({text})"
-            ) from error
-
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        self._reading = sinfo.relative_path
-        expected = self._checksums.get(sinfo.relative_path, {}).get(str(sinfo.offset))
-        if expected is not None and _checksum(file, sinfo) != expected:
-            raise CheckpointError(
-                f"checkpoint {self.path} is damaged: {sinfo.relative_path} is not what was written (bytes "
-                f"{sinfo.offset} to {sinfo.offset + sinfo.length}); take another checkpoint"
-            )
-        return super()._slice_file(file, sinfo)
 
 
 class _Checked:
@@ -173,15 +124,3 @@ def _write_item(file: IO[bytes], name: str, item: WriteItem, planner: Any) -> Wr
 
 def _without_checksum(result: WriteResult) -> WriteResult:
     return WriteResult(result.index, result.size_in_bytes, result.storage_data[0])
-
-
-def _checksum(file: IO[bytes], info: _StorageInfo) -> int:
-    file.seek(info.offset)
-    checksum, left = 0, info.length
-    while left:
-        block = file.read(min(left, _BLOCK))
-        if not block:
-            return -1  # the file ends too early
-        checksum = zlib.crc32(block, checksum)
-        left -= len(block)
-    return checksum

@@ -1,7 +1,8 @@
-"""safetensors files as storage of torch.distributed.checkpoint: every rank writes and reads its own boxes in place.
+"""safetensors files as storage of torch.distributed.checkpoint: every rank writes its own boxes in place.
 
-The coordinating rank makes the files, with headers and at their full size; then each rank puts its boxes where
-they belong. Nothing is gathered. In the end the files take the place of what was there, in one step.
+The library writes a file from tensors that are whole in one process, so this part is our own: the coordinating rank
+makes the files, with headers and at their full size; then each rank puts its boxes where they belong. Nothing is
+gathered. The library then reads the headers, and the files take the place of what was there, in one step.
 """
 
 from __future__ import annotations
@@ -15,19 +16,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from longmesh.checkpoint.directory import prepare_directory
+from longmesh.checkpoint.directory_writer import prepare_directory
 from longmesh.checkpoint.replace import remove, replace_with_staged, staging_path
 from longmesh.checkpoint.safetensors_format import (
     INDEX,
@@ -35,8 +30,8 @@ from longmesh.checkpoint.safetensors_format import (
     TensorPlace,
     make_index,
     plan_files,
-    read_places,
 )
+from longmesh.checkpoint.safetensors_reader import read_header
 from longmesh.errors import CheckpointError
 
 _OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
@@ -90,6 +85,8 @@ class SafetensorsWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        for file in {place.file for place in self._places.values()}:
+            read_header(self._staged(file))
         if self._max_file_bytes is not None:
             self._staged(INDEX).write_text(make_index(self._places))
         replace_with_staged(self._target)
@@ -103,52 +100,6 @@ class SafetensorsWriter(StorageWriter):
         return staged if self._max_file_bytes is None else staged / name
 
 
-class SafetensorsReader(StorageReader):
-    """Reads a file, or a directory of several. `problem`: as in DirectoryReader."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._places: dict[str, TensorPlace] = {}
-        self.problem: str | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def read_metadata(self) -> Metadata:
-        try:
-            self._places = read_places(self._path)
-        except (CheckpointError, OSError) as error:
-            self.problem = str(error)
-        return Metadata({name: _describe(place) for name, place in self._places.items()})
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        for item in plan.items:
-            place = self._places[item.storage_index.fqn]
-            target = planner.resolve_tensor(item).detach()
-            if target.numel():
-                file = self._path / place.file if self._path.is_dir() else self._path
-                target.copy_(_mapped(file, place)[_box(item.storage_offsets, item.lengths)])
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-
 def _sizes(plans: list[SavePlan]) -> Sizes:
     """Shape and element type of every tensor, in the order of the first rank that has it."""
     found: Sizes = {}
@@ -159,13 +110,6 @@ def _sizes(plans: list[SavePlan]) -> Sizes:
                 item.index.fqn, (tuple(item.tensor_data.size), item.tensor_data.properties.dtype)
             )
     return found
-
-
-def _mapped(path: Path, place: TensorPlace) -> torch.Tensor:
-    """A tensor in its file, read as it is used; writing to it would not reach the file."""
-    shape = (*place.shape, place.dtype.itemsize)
-    rows = np.memmap(path, dtype=np.uint8, mode="c", offset=place.start, shape=shape)
-    return torch.from_numpy(rows).view(place.dtype).squeeze(-1)
 
 
 def _write_box(path: Path, place: TensorPlace, chunk: ChunkStorageMetadata, tensor: torch.Tensor) -> None:
@@ -202,16 +146,3 @@ def _write_all(handle: int, data: memoryview, at: int) -> None:
     while data:
         written = os.pwrite(handle, data, at)
         data, at = data[written:], at + written
-
-
-def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-
-
-def _describe(place: TensorPlace) -> TensorStorageMetadata:
-    origin = torch.Size([0] * len(place.shape))
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=place.dtype),
-        size=torch.Size(place.shape),
-        chunks=[ChunkStorageMetadata(offsets=origin, sizes=torch.Size(place.shape))],
-    )

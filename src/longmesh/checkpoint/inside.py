@@ -1,0 +1,36 @@
+"""Files that an index names, found inside its directory only."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from longmesh.errors import CheckpointError
+
+
+def find_inside(root: Path, name: str) -> Path:
+    """The file `name` of the directory `root`. Refuses one outside of it, and what is no regular file.
+
+    A link is followed if it stays inside, or goes where Hugging Face's cache keeps the files of its snapshots:
+    models--x/snapshots/revision/model.safetensors -> models--x/blobs/3f2a...
+    """
+    path = root / name
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+        raise CheckpointError(
+            f"checkpoint {root} is refused: its index names {name!r}, which is outside of its directory"
+        )
+    home, target = root.resolve(), path.resolve()
+    blobs = home.parent.parent / "blobs"
+    in_cache = home.parent.name == "snapshots" and target.parent == blobs
+    if not (target.is_relative_to(home) or in_cache):
+        raise CheckpointError(
+            f"checkpoint {root} is refused: its file {name!r} is a link to {target}, which is outside of its "
+            "directory; copy the file into it if you trust it"
+        )
+    try:
+        mode = target.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"checkpoint {root} is damaged: {name} is missing") from error
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"checkpoint {root} is refused: {name!r} is no regular file")
+    return path

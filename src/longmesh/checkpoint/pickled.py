@@ -1,0 +1,200 @@
+"""A pickle as plain values: nothing in it is imported, made or called.
+
+    pickle of Point(1, 2)   ->   Record("shapes.Point", args=(), state={"x": 1, "y": 2})
+
+A reader takes the records it knows by name and builds its own values from them. `names` are all classes and functions
+that the pickle mentions, so that one that is not known can be refused by its name.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class NotPlain(ValueError):
+    """Bytes that are no pickle, or one that does what no plain description needs."""
+
+
+class Name(str):
+    """A class or function that a pickle mentions, as `module.name`."""
+
+    __slots__ = ()
+
+
+class Record:
+    """An object of a pickle: what would be called, with which arguments, and the state it would get."""
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
+        self.name = name
+        self.args = args
+        self.state: Any = None
+
+
+class Decoded(NamedTuple):
+    """The value of a pickle and the names it mentions, in the order of the file."""
+
+    value: Any
+    names: list[str]
+
+
+def decode(data: bytes) -> Decoded:
+    """The value of a pickle of protocol 2 or later, with a `Record` for each object."""
+    machine = _Machine()
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            step = _STEPS.get(opcode.name)
+            if step is not None:
+                step(machine, argument)
+            elif opcode.name in _CONSTANTS:
+                machine.stack.append(_CONSTANTS[opcode.name])
+            elif opcode.name in _VALUES:
+                machine.stack.append(argument)
+            elif opcode.name not in _NOTHING:
+                raise NotPlain(f"it has the instruction {opcode.name}")
+        (value,) = machine.stack
+    except NotPlain:
+        raise
+    except Exception as error:  # bytes that are no pickle raise anything
+        raise NotPlain(f"it is no pickle of plain values ({type(error).__name__}: {error})") from error
+    return Decoded(value, machine.names)
+
+
+def list_names(data: bytes) -> list[str]:
+    """The classes and functions that any pickle mentions, for a message: each once, in the order of the file."""
+    names: dict[str, None] = {}
+    strings: list[str] = []
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name in ("GLOBAL", "INST"):
+                names[str(argument).replace(" ", ".", 1)] = None
+            elif opcode.name == "STACK_GLOBAL" and len(strings) > 1:
+                names[".".join(strings[-2:])] = None
+            elif isinstance(argument, str):
+                strings.append(argument)
+    except ValueError:
+        pass  # cut off: what was found until here
+    return list(names)
+
+
+class _Machine:
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.names: list[str] = []
+
+    def push_name(self, module: Any, name: Any) -> None:
+        if not (isinstance(module, str) and isinstance(name, str)):
+            raise NotPlain("it makes up the name of a class")
+        found = Name(f"{module}.{name}")
+        self.names.append(str(found))
+        self.stack.append(found)
+
+    def since_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+
+def _mark(machine: _Machine, _: Any) -> None:
+    machine.marks.append(machine.stack)
+    machine.stack = []
+
+
+def _call(machine: _Machine, _: Any) -> None:
+    args = machine.stack.pop()
+    name = machine.stack.pop()
+    if not isinstance(name, Name) or not isinstance(args, tuple):
+        raise NotPlain("it calls what is not named")
+    ordered = name == "collections.OrderedDict" and not args
+    machine.stack.append({} if ordered else Record(str(name), args))
+
+
+def _build(machine: _Machine, _: Any) -> None:
+    state = machine.stack.pop()
+    if not isinstance(machine.stack[-1], Record):
+        raise NotPlain("it gives a state to what is no object")
+    machine.stack[-1].state = state
+
+
+def _append(machine: _Machine, items: list[Any]) -> None:
+    if type(machine.stack[-1]) is not list:
+        raise NotPlain("it appends to what is no list")
+    machine.stack[-1].extend(items)
+
+
+def _set_items(machine: _Machine, items: list[Any]) -> None:
+    if type(machine.stack[-1]) is not dict:
+        raise NotPlain("it sets items of what is no dict")
+    machine.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+
+def _tuple(machine: _Machine, size: int) -> None:
+    items = tuple(machine.stack[len(machine.stack) - size :])
+    del machine.stack[len(machine.stack) - size :]
+    machine.stack.append(items)
+
+
+def _get(machine: _Machine, index: int) -> None:
+    machine.stack.append(machine.memo[index])
+
+
+def _put(machine: _Machine, index: int | None) -> None:
+    machine.memo[len(machine.memo) if index is None else index] = machine.stack[-1]
+
+
+def _pair(machine: _Machine) -> list[Any]:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    return [key, value]
+
+
+def _stack_global(machine: _Machine, _: Any) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    machine.push_name(module, name)
+
+
+_Step = Callable[[_Machine, Any], None]
+_STEPS: dict[str, _Step] = {
+    "MARK": _mark,
+    "EMPTY_LIST": lambda m, _: m.stack.append([]),
+    "EMPTY_DICT": lambda m, _: m.stack.append({}),
+    "TUPLE": lambda m, _: (lambda items: m.stack.append(tuple(items)))(m.since_mark()),
+    "TUPLE1": lambda m, _: _tuple(m, 1),
+    "TUPLE2": lambda m, _: _tuple(m, 2),
+    "TUPLE3": lambda m, _: _tuple(m, 3),
+    "APPEND": lambda m, _: _append(m, [m.stack.pop()]),
+    "APPENDS": lambda m, _: _append(m, m.since_mark()),
+    "SETITEM": lambda m, _: _set_items(m, _pair(m)),
+    "SETITEMS": lambda m, _: _set_items(m, m.since_mark()),
+    "GLOBAL": lambda m, argument: m.push_name(*argument.split(" ", 1)),
+    "STACK_GLOBAL": _stack_global,
+    "REDUCE": _call,
+    "NEWOBJ": _call,
+    "BUILD": _build,
+    "BINPUT": _put,
+    "LONG_BINPUT": _put,
+    "MEMOIZE": _put,
+    "BINGET": _get,
+    "LONG_BINGET": _get,
+}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_VALUES = frozenset(
+    [
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "LONG4",
+        "BINFLOAT",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "BINUNICODE8",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+        "BINBYTES8",
+    ]
+)
+_NOTHING = frozenset(("PROTO", "FRAME", "STOP"))
