@@ -31,6 +31,7 @@ from longmesh.tensor import (
     set_rng_state,
     zeros,
 )
+from longmesh.tiles import tiled, tiled_cross_entropy, token_logprobs
 
 __all__ = [
     "Cluster",
@@ -65,5 +66,8 @@ __all__ = [
     "rand",
     "randn",
     "set_rng_state",
+    "tiled",
+    "tiled_cross_entropy",
+    "token_logprobs",
     "zeros",
 ]
