@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from longmesh.rules import OpCall, find_rule
 from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.op_plan import functional_form, rule_name, run_on_meta
+from longmesh.tensor.op_facts import functional_form, rule_name, run_on_meta
 from support.op_sweep import OPS
 from support.rule_check import calls_of, describe
 

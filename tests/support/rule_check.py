@@ -12,9 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longmesh.rules import AxisRule, LocalView, Meta, OpCall, find_rule
+from longmesh.rules.lookup import Masked
 from longmesh.spec import Layout, MeshShape
 from longmesh.tensor.mask_buffer import MaskBuffer
-from longmesh.tensor.op_plan import functional_form, rule_name, run_on_meta
+from longmesh.tensor.op_facts import functional_form, rule_name, run_on_meta
 from longmesh.tensor.tree import map_tensors
 from support.simulate import combine, make_locals
 
@@ -123,8 +124,7 @@ def check_line(call, rule, entry, tensors, expected, ranks):
         if len(found) != len(outs):
             return f"{len(found)} local outputs for {len(outs)}"
         for result, value in zip(results, found, strict=True):
-            mask = getattr(value, "pending_mask", None)  # what a pending lookup zeroes before its sum
-            result[where] = value if mask is None else MaskBuffer(mask).apply_mask(value)
+            result[where] = value
     for number, (result, layout, whole) in enumerate(zip(results, outs, expected, strict=True)):
         values = {c: v.to(torch.complex128 if v.is_complex() else torch.float64) for c, v in result.items()}
         got = combine(values, layout, tuple(whole.shape))
@@ -158,7 +158,9 @@ def run_local(call, rule, locals_, ins, outs, where):
     )
     args, kwargs = rule.local_args(call, view) if rule.local_args else (call.args, dict(call.kwargs))
     local_call = (rule.local_op(call, view) if rule.local_op else None) or call.func
-    return local_call(*fill(args, locals_), **fill(kwargs, locals_))
+    found = local_call(*fill(args, locals_), **fill(kwargs, locals_))
+    # What a pending lookup zeroes before its sum.
+    return MaskBuffer(found.mask).apply_mask(found.result) if type(found) is Masked else found
 
 
 def fill(value, locals_):

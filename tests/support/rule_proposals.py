@@ -16,8 +16,7 @@ import torch
 
 from longmesh.rules import AxisRule, OpCall, Rule, find_rule
 from longmesh.spec import Layout, MeshShape, Partial, Replicate, Shard
-from longmesh.tensor.mask_buffer import MaskBuffer
-from longmesh.tensor.op_plan import functional_form, rule_name, run_on_meta
+from longmesh.tensor.op_facts import functional_form, rule_name, run_on_meta
 from longmesh.tensor.tree import map_tensors
 from support.rule_check import describe, run_local
 from support.simulate import combine, make_locals
@@ -104,8 +103,7 @@ def _holds(call, rule, parts, ins, outs, number, whole):
             value = found[number]
             if value.dtype != whole.dtype:
                 return False
-            mask = getattr(value, "pending_mask", None)
-            values[where] = (value if mask is None else MaskBuffer(mask).apply_mask(value)).to(wide)
+            values[where] = value.to(wide)
         got = combine(values, outs[number], tuple(whole.shape))
     except Exception:  # the op or the layout refuses these parts
         return False

@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from longmesh.tensor.op_plan import functional_form
+from longmesh.tensor.op_facts import functional_form
 from longmesh.tensor.tree import all_tensors
 from support.op_sweep import OPS
 from support.rule_check import calls_of, check_call, describe

@@ -23,7 +23,7 @@ from longmesh.plan import RedistributePlan, plan_redistribute
 from longmesh.rules import find_rule
 from longmesh.spec import Layout
 from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.op_plan import decomposition_of, functional_form, rule_name
+from longmesh.tensor.op_facts import decomposition_of, functional_form, rule_name
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -23,7 +23,7 @@ from longmesh.rules.table import registered
 from longmesh.spec import Placement, Shard
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.op_plan import facts_of, rule_name, run_on_meta
+from longmesh.tensor.op_facts import facts_of, rule_name, run_on_meta
 
 Line = tuple[Sequence[Placement | None], Sequence[Placement | None]]
 ShardingFunction = Callable[..., Sequence[Line]]

@@ -15,9 +15,9 @@ from longmesh.rules.rule import Meta, OpCall
 from longmesh.rules.table import registered
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import apply_lookup_mask, move
-from longmesh.tensor.dispatch import wrap
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.op_plan import Output, rule_name
+from longmesh.tensor.op_facts import rule_name
+from longmesh.tensor.op_plan import Output, wrap
 from longmesh.tensor.plain import replicate_plain
 from longmesh.tensor.propagate import choose
 from longmesh.tensor.tree import all_tensors, map_tensors

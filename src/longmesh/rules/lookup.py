@@ -4,14 +4,14 @@
     rank 0 reads row 0, rank 1 row 4 - 3, rank 2 row 8 - 6, rank 3 nothing
 
 A rank reads a row of its own for the indices of others; which results those are is the mask of the lookup.
-Where the result is a pending lookup (MaskPartial) the mask comes along as the local result's `pending_mask`,
-and is applied when the sum is taken.
+Where the result is a pending lookup (MaskPartial) the local result is `Masked`: the mask comes along, and is applied
+when the sum is taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,10 +61,11 @@ def refuse_unread(bad: torch.Tensor, text: str) -> None:
         torch.ops.aten._assert_async.msg(~bad, text)
 
 
-def with_mask(result: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The raw result of a lookup together with its mask."""
-    result.pending_mask = mask  # pyright: ignore[reportAttributeAccessIssue]
-    return result
+class Masked(NamedTuple):
+    """The raw result of a lookup, and the mask of what is another rank's."""
+
+    result: torch.Tensor
+    mask: torch.Tensor
 
 
 # -- embedding -----------------------------------------------------------------------------------------
@@ -87,12 +88,12 @@ def _embed_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     if length == size:
         return None
 
-    def embed(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def embed(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> Masked:
         check_range(indices, size, 0)
         mine, mask = own_part(indices, offset, length)
         if length == 0:
-            return with_mask(weight.new_zeros((*indices.shape, weight.shape[1])), mask)
-        return with_mask(torch.nn.functional.embedding(mine, weight), mask)
+            return Masked(weight.new_zeros((*indices.shape, weight.shape[1])), mask)
+        return Masked(torch.nn.functional.embedding(mine, weight), mask)
 
     return embed
 
@@ -127,13 +128,13 @@ def _select_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     if length == size:
         return None
 
-    def select(local: torch.Tensor, _: int, index: torch.Tensor) -> torch.Tensor:
+    def select(local: torch.Tensor, _: int, index: torch.Tensor) -> Masked:
         check_range(index, size, dim)
         mine, mask = own_part(index.reshape(-1), offset, length)
         wide = mask.view(*(-1 if d == dim else 1 for d in range(ndim)))
         if length == 0:
-            return with_mask(local.new_zeros(view.output_shapes[0]), wide)
-        return with_mask(local.index_select(dim, mine), wide)
+            return Masked(local.new_zeros(view.output_shapes[0]), wide)
+        return Masked(local.index_select(dim, mine), wide)
 
     return select
 
@@ -172,12 +173,12 @@ def _gather_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     if length == size:
         return None
 
-    def gather(local: torch.Tensor, _: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def gather(local: torch.Tensor, _: int, index: torch.Tensor, **kwargs: Any) -> Masked:
         check_range(index, size, dim)
         mine, mask = own_part(index, offset, length)
         if length == 0:
-            return with_mask(local.new_zeros(index.shape), mask)
-        return with_mask(local.gather(dim, mine), mask)
+            return Masked(local.new_zeros(index.shape), mask)
+        return Masked(local.gather(dim, mine), mask)
 
     return gather
 

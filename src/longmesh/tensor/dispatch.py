@@ -1,79 +1,98 @@
-"""Run an aten op on DTensors: look up its plan, move inputs that lie wrong, call the op locally, wrap.
+"""Run an aten op on DTensors: find its plan, run it.
 
-    y = x + w  ->  key: add.Tensor, layouts, global shapes, static arguments
-               ->  OpPlan (cached): which inputs move where, the local call, the outputs' layouts
+    y = x + w  ->  key: the op, how x and w are laid out, the other arguments
+               ->  OpPlan: the steps that make y
 
-A plan is made once per key: the op's rule lists what is valid on one axis, `propagate.choose` combines
-the axes. An op without a rule is decomposed; failing that its inputs are replicated and a warning
-names it, once.
+Plans are kept by the TensorLayout of the call's first DTensor. The key is the op and its arguments in order, a tensor's
+TensorLayout in its place (op_key.py). A pointwise op's plan holds for any float; where it does not (a reduction is
+pending), BY_VALUE stands there and the plan is found under the key with the floats. A Recipe stands under the key with
+`TensorLayout.kind` in the places of layouts: it makes the plans of calls that differ in sizes alone.
+
+A plan that is made anew is, too, what every other rank has: making it depends on nothing but the key.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from longmesh.errors import LongmeshError
-from longmesh.tensor.autograd import apply_lookup_mask, move, part_moved
+from longmesh.comm import comm_of
+from longmesh.rules import Rule, find_rule
+from longmesh.tensor.autograd import move
+from longmesh.tensor.by_rule import describe_call, local_form, pends_more
 from longmesh.tensor.direct import no_active_modes
-from longmesh.tensor.dtensor import DTensor, Factor, wrap as wrap_held
+from longmesh.tensor.dtensor import DTensor, Factor
+from longmesh.tensor.mask_buffer import without_mask
+from longmesh.tensor.one_by_one import plan_one_by_one
+from longmesh.tensor.op_facts import OpFacts, decomposition_of, facts_of, is_pointwise
 from longmesh.tensor.op_key import describe, describe_named, exact_key
-from longmesh.tensor.op_plan import OpPlan, Output, Recipe, is_pointwise, make_plan
-from longmesh.tensor.plain import (
-    decomposing,
-    on_whole_tensors,
-    replicate_plain,
-    share_mesh,
-    value_of,
-    writes_plain,
-)
+from longmesh.tensor.op_plan import OpPlan, Output, execute, finish, wrap
+from longmesh.tensor.plain import common_mesh, replicate_plain, value_of, writes_plain
+from longmesh.tensor.planner import USUAL, Planner, Unplannable, slots_for_metas
+from longmesh.tensor.propagate import Choice, choose
+from longmesh.tensor.steps import GivenCall, LocalCall, Redistribute, Step
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.tree import all_tensors, map_tensors
-from longmesh.tensor.view_origin import remember_origin, write_to_origin
+from longmesh.tensor.view_origin import write_to_origin
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
+Family = Callable[[Planner, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
-# What a handler returns where the op runs by its rule after all. It says so of every call alike (tensors held
-# alike, other arguments equal): it is not asked again for those. Or it returns the OpPlan that holds for them.
-USUAL = object()
-# More plans of one op than this are no working set: layouts and sizes that never come back.
-_MAX_PLANS = 1 << 14
+# More plans of one layout than this are no working set: sizes that never come back.
+_MAX_PLANS = 1 << 12
+# Stands for a plan that depends on the values of floats: it is found under the key that has them.
+BY_VALUE = object()
 
 
 class OpTable:
-    """What is known of one op: its handler, and the plans of calls seen.
+    """What is known of one op. `reads_floats`: whether its plans depend on the values of floats."""
 
-    `usual`: of calls that came in from outside, looked up before anything else. `plans`: of what handlers run by rule.
-    `recipes`: for calls that differ in sizes alone.
-    `reads_floats`: whether a plan depends on the values of floats; a pointwise op's does only where a
-    reduction is pending, and those plans are not among the usual ones.
-    """
-
-    __slots__ = ("func", "handler", "plans", "reads_floats", "recipes", "usual")
+    __slots__ = ("func", "handler", "reads_floats")
 
     def __init__(self, func: OpOverload, handler: Handler | None) -> None:
         self.func = func
         self.handler = handler
-        self.usual: dict[tuple[Any, ...], OpPlan] = {}
-        self.plans: dict[tuple[Any, ...], OpPlan] = {}
-        self.recipes: dict[tuple[Any, ...], Recipe] = {}
         self.reads_floats = not is_pointwise(func)
 
 
+class Recipe:
+    """How an op runs whatever the sizes: of a rule that doesn't read them, where no input has to move."""
+
+    __slots__ = ("choice", "facts", "func", "model", "rule")
+
+    def __init__(self, func: OpOverload, facts: OpFacts, rule: Rule, choice: Choice, model: OpPlan) -> None:
+        self.func = func
+        self.facts = facts
+        self.rule = rule
+        self.choice = choice
+        # Of the call that it was made for. Where the local call is the op itself, others differ in their outputs alone.
+        self.model = model
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], lead: TensorLayout) -> OpPlan | None:
+        """The plan of a call with other sizes; None where an in-place op can't write there."""
+        rule, model, choice = self.rule, self.model, self.choice
+        call, _ = describe_call(self.facts.functional or self.func, rule, args, kwargs)
+        outputs = _outputs(lead, choice, call.outputs)
+        if rule.local_args is None and rule.local_op is None and model.written is None:
+            single = None if model.single is None else outputs[0]
+            kept = (model.plain, None, False, model.is_view, model.is_copy)
+            return OpPlan(model.steps, outputs, None, model.num_slots, (), single, *kept)
+        return _by_rule(self.func, self.facts, rule, call, choice, lead, list(choice.inputs))
+
+
 class Dispatcher:
-    """The ops seen so far with their plans, the ops with a handler of their own, and the ops warned of."""
+    """The ops seen so far, the ops that are planned by code of their own, and the ops warned of."""
 
     def __init__(self) -> None:
         self.tables: dict[int, OpTable] = {}
+        self.families: dict[OpOverload, Family] = {}
         self.handlers: dict[OpOverload, Handler] = {}
         self.warned: set[str] = set()
 
@@ -86,8 +105,8 @@ class Dispatcher:
     ) -> Any:
         """`__torch_dispatch__` of DTensors: torch calls this, with nothing in between."""
         table = self.tables.get(id(func)) or self._table(func)
-        # Written out, since every op comes through here: see `describe` and `wrap`.
-        parts: list[Any] = []
+        # Written out, since every op comes through here: what `execute` does for a plan that is one local call.
+        parts: list[Any] = [table]
         local_args: list[Any] = []
         for value in args:
             if isinstance(value, DTensor):
@@ -96,33 +115,36 @@ class Dispatcher:
             else:
                 local_args.append(describe(value, parts, table.reads_floats))
         local_kwargs = describe_named(kwargs, parts, table.reads_floats) if kwargs else None
-        key: tuple[Any, ...] | None = tuple(parts)
+        key = tuple(parts)
+        lead = parts[1]
+        if type(lead) is not TensorLayout:
+            lead = _lead_of(parts)
         try:
-            plan = table.usual.get(key)
+            plan = lead.plans.get(key)
         except TypeError:  # symbolic sizes don't hash
             plan = key = None
-        if plan is None:
-            return self._first_time(table, args, kwargs or {}, key)
-        if not plan.is_plain:
-            return self._execute(plan, func, args, kwargs or {})
-        call: Callable[..., Any] = plan.local_call  # pyright: ignore[reportAssignmentType]
+        if type(plan) is not OpPlan:
+            return self._first_time(table, lead, key, args, kwargs or {})
+        call = plan.plain
+        if call is None:
+            return self._run(plan, func, args, kwargs or {})
         local = call(*local_args, **local_kwargs) if local_kwargs else call(*local_args)
         output = plan.single
         if plan.written is not None and args[plan.written]._origin is None:
             return args[plan.written]
-        if output is None or plan.written is not None or output.held is None:
-            return self._finish(plan, local, func, args, kwargs or {})
-        held = output.held
-        if held.dtype is not local.dtype:
-            held = tensor_layout(held.mesh, held.layout, held.shape, held.stride, local.dtype)
-        kind = Factor if held.is_sharded_inside else DTensor
+        if output is None or plan.written is not None or output.known is None:
+            return finish(plan, local, func, args, kwargs or {})
+        known = output.known
+        if known.dtype is not local.dtype:
+            known = tensor_layout(known.mesh, known.layout, known.shape, known.stride, local.dtype)
+        kind = Factor if known.is_sharded_inside else DTensor
         result = _make_wrapper(
-            kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided, local.device
+            kind, known.shape, known.face_stride, None, None, known.dtype, torch.strided, local.device
         )  # fmt: skip
         result._local_tensor = local
-        result._tensor_layout = held
+        result._tensor_layout = known
         if plan.is_view and (plan.is_copy or args[0]._origin is not None):
-            remember_origin(result, func, args, kwargs or {})
+            return finish(plan, local, func, args, kwargs or {})
         return result
 
     def __call__(self, func: OpOverload, *args: Any) -> Any:
@@ -134,32 +156,16 @@ class Dispatcher:
         return table
 
     def forget(self, func: OpOverload) -> None:
-        """Drop what is known of an op whose rule or handler has changed."""
+        """Forget the plans of an op whose rule or family has changed: their keys have the old table."""
         self.tables.pop(id(func), None)
 
-    def _first_time(
-        self, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...] | None
-    ) -> Any:
-        """A call whose like was not seen, or that a handler carries out each time."""
-        func, result = table.func, USUAL
-        if table.handler is not None:
-            result = table.handler(func, args, kwargs)
-        if result is USUAL:
-            return self._run(table, args, kwargs, key)
-        if type(result) is OpPlan:
-            self._keep(result, table, _helds(all_tensors((args, kwargs))), key, exact_key(args, kwargs))
-            return self._execute(result, func, args, kwargs)
-        if isinstance(result, DTensor) and result._origin is not None and args and result is args[0]:
-            write_to_origin(result, move)
-        return result
-
     def run_known(self, func: OpOverload, key: tuple[Any, ...], parts: tuple[Any, ...]) -> DTensor | None:
-        """The op on local parts, if its plan is known and as plain as can be, and nobody would see it."""
+        """The op on local parts, if its plan is known and plain, and no mode would see it."""
         table = self.tables.get(id(func))
-        plan = table.usual.get(key) if table is not None else None
-        if plan is None or not plan.is_plain or plan.single is None or plan.is_view or not no_active_modes():
+        plan = key[0].plans.get((table, *key)) if table is not None else None
+        if type(plan) is not OpPlan or plan.plain is None or plan.single is None or plan.is_view:
             return None
-        return wrap(plan.local_call(*parts), plan.single)  # pyright: ignore[reportOptionalCall]
+        return wrap(plan.plain(*parts), plan.single) if no_active_modes() else None
 
     def write_known(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Do as `run_known` for an op that writes to its first argument; False where it was not done."""
@@ -171,217 +177,258 @@ class Dispatcher:
             or torch.is_inference_mode_enabled()
         ):
             return False
-        parts: list[Any] = []
+        parts: list[Any] = [table]
         local_args = [describe(value, parts, table.reads_floats) for value in args]
         local_kwargs = describe_named(kwargs, parts, table.reads_floats) if kwargs else {}
         try:
-            plan = table.usual.get(tuple(parts))
+            plan = args[0]._tensor_layout.plans.get(tuple(parts))
         except TypeError:  # symbolic sizes don't hash
             return False
-        if plan is None or not plan.is_plain or plan.written != 0:
+        if type(plan) is not OpPlan or plan.plain is None or plan.written != 0:
             return False
-        plan.local_call(*local_args, **local_kwargs)  # pyright: ignore[reportOptionalCall]
+        plan.plain(*local_args, **local_kwargs)
         torch._C._increment_version([args[0]])
         return True
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run by rule, decomposition or replication, without looking for a handler."""
-        return self._run(self.tables.get(id(func)) or self._table(func), args, kwargs, None)
+        table = OpTable(func, None)
+        lead = all_tensors_of(args, kwargs)[0]._tensor_layout
+        return self._first_time(table, lead, None, args, kwargs)
 
-    def _run(
-        self, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...] | None
-    ) -> Any:
-        """`key`: under which the plan is to be found as a usual one; None for a handler's own calls."""
-        func, plan, exact = table.func, None, None
-        tensors = all_tensors((args, kwargs))
-        helds = _helds(tensors)
-        if key is None or (not table.reads_floats and (table.plans or _pends(helds))):
-            exact = exact_key(args, kwargs)
-            plan = _get(table.plans, exact)
-        if plan is None:
-            kinds = tuple([p.kind if type(p) is TensorLayout else p for p in exact or key or ()])
-            recipe = _get(table.recipes, kinds)
-            if recipe is not None:
-                plan = recipe.plan(args, kwargs)
-            elif func._schema.is_mutable and writes_plain(func, args, kwargs):
-                args, kwargs = map_tensors(value_of, (args, kwargs))
-                return func(*args, **kwargs)
-            elif not share_mesh(tensors):
-                args, kwargs = replicate_plain(func, args, kwargs)
-                return self._run(table, args, kwargs, None)
-            elif len(helds) == len(tensors):
-                plan, recipe = make_plan(func, args, kwargs, helds[0].mesh)
-                if recipe is not None and not any(held.is_symbolic for held in helds):
-                    _put(table.recipes, kinds, recipe)
-            else:
-                whole_args, whole_kwargs = replicate_plain(func, args, kwargs)
-                plan, _ = make_plan(func, whole_args, whole_kwargs, helds[0].mesh)
-                plan = replace(plan, has_numbers=True)
-            if exact is None and plan.rewritten is not None:  # it holds the values of floats
-                exact = exact_key(args, kwargs)
-            self._keep(plan, table, helds, key, exact)
-        return self._execute(plan, func, args, kwargs)
-
-    def _keep(
+    def _first_time(
         self,
-        plan: OpPlan,
         table: OpTable,
-        helds: list[TensorLayout],
+        lead: TensorLayout,
         key: tuple[Any, ...] | None,
-        exact: tuple[Any, ...] | None,
-    ) -> None:
-        """Remember a plan for calls alike, where there can be any: as a usual one where `key` says enough."""
-        if any(held.is_symbolic for held in helds):
-            return
-        if key is None or (not table.reads_floats and (plan.rewritten or _pends(helds))):
-            assert exact is not None
-            _put(table.plans, exact, plan)
-        else:
-            _put(table.usual, key, plan)
-
-    def _execute(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if plan.is_plain:
-            assert plan.local_call is not None
-            local_args = [a._local_tensor if isinstance(a, DTensor) else describe(a, []) for a in args]
-            local = plan.local_call(*local_args, **(describe_named(kwargs, []) if kwargs else {}))
-            return self._finish(plan, local, func, args, kwargs)
-        if plan.has_numbers:
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A call whose like was not seen."""
+        func = table.func
+        if table.handler is not None and not (key is not None and lead.plans.get(key) is BY_VALUE):
+            result = table.handler(func, args, kwargs)
+            if type(result) is OpPlan:
+                _put(lead, key, result)
+                return execute(result, func, args, kwargs)
+            if result is not USUAL:
+                if isinstance(result, DTensor) and result._origin is not None and args and result is args[0]:
+                    write_to_origin(result, move)
+                return result
+        plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
+        if plain and func._schema.is_mutable and writes_plain(func, args, kwargs):
+            args, kwargs = map_tensors(value_of, (args, kwargs))
+            return func(*args, **kwargs)
+        if any(t.ndim for t in plain):
             args, kwargs = replicate_plain(func, args, kwargs)
-        if plan.local_call is None:
-            return self._without_rule(plan, func, args, kwargs)
-        return self._finish(plan, _call_locally(plan, args, kwargs), func, args, kwargs)
+            if table.handler is not None:
+                return self.run(func, args, kwargs)
+            return self.from_torch(func, (), args, kwargs)
+        return self._run(self._find(table, lead, key, args, kwargs), func, args, kwargs)
 
-    def _finish(
-        self, plan: OpPlan, local: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """What an op returns, from what its local call did."""
-        if plan.written is not None:
-            result = args[plan.written]
-            if result._origin is not None:
-                write_to_origin(result, move)
-            return result
-        result = wrap_all(local, plan.outputs) if plan.single is None else wrap(local, plan.single)
-        if plan.is_view and (plan.is_copy or args[0]._origin is not None):
-            remember_origin(result, func, args, kwargs)
-        return result
+    def _run(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if plan.needs_values and torch._C._len_torch_dispatch_stack():
+            plan = self._make(func, args, kwargs, is_traced=True)[0]
+        return execute(plan, func, args, kwargs)
 
-    def _without_rule(
-        self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if plan.functional is not None:
-            return write_back(func, plan.functional, args, kwargs)
-        if plan.decomposition is not None:
-            token = decomposing.set(True)
-            try:
-                return plan.decomposition(*args, **kwargs)
-            finally:
-                decomposing.reset(token)
-        return self.replicate(func, args, kwargs)
+    def _find(
+        self,
+        table: OpTable,
+        lead: TensorLayout,
+        key: tuple[Any, ...] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> OpPlan:
+        """The plan of a call, made where it is not known."""
+        found = None if key is None else lead.plans.get(key)
+        if found is BY_VALUE:
+            key = (table, *exact_key(args, kwargs))
+            found = lead.plans.get(key)
+        if type(found) is OpPlan:
+            return found
+        layouts = [t._tensor_layout for t in all_tensors_of(args, kwargs)]
+        is_symbolic = any(own.is_symbolic for own in layouts)
+        kinds: tuple[Any, ...] | None = None
+        plan = None
+        if key is not None and not is_symbolic:
+            kinds = tuple([p.kind if type(p) is TensorLayout else p for p in key])
+            recipe = lead.kind.recipes.get(kinds)
+            plan = None if recipe is None else recipe.plan(args, kwargs, lead)
+        if plan is None:
+            is_traced = torch._C._len_torch_dispatch_stack() > 0
+            plan, recipe, by_value = self._make(table.func, args, kwargs, is_traced=is_traced)
+            by_value = by_value or any(own.layout.partial_axes for own in layouts)
+            if is_symbolic or key is None or (is_traced and plan.needs_values):
+                return plan
+            if recipe is not None and kinds is not None:
+                lead.kind.recipes[kinds] = recipe
+            if by_value and not table.reads_floats:
+                exact = (table, *exact_key(args, kwargs))
+                if exact != key:
+                    _put(lead, key, BY_VALUE)
+                    key = exact
+        _put(lead, key, plan)
+        return plan
 
-    def replicate(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather every input and run the op whole on each rank."""
-        name = str(func)
-        if name not in self.warned:
-            self.warned.add(name)
-            warnings.warn(
-                f"{name} has no sharding rule: its inputs are replicated on every rank. Register one with "
-                "register_sharding, or redistribute to Replicate() yourself to silence this",
-                stacklevel=4,
-            )
-        return on_whole_tensors(func, args, kwargs)
-
-
-def _helds(tensors: list[torch.Tensor]) -> list[TensorLayout]:
-    return [t._tensor_layout for t in tensors if isinstance(t, DTensor)]
-
-
-def _pends(helds: list[TensorLayout]) -> bool:
-    """Whether a reduction is pending in any of them."""
-    return any(held.layout.partial_axes for held in helds)
-
-
-def _put(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-    if len(known) >= _MAX_PLANS:
-        known.clear()
-    with contextlib.suppress(TypeError):  # symbolic sizes don't hash
-        known[key] = value
-
-
-def _get(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...]) -> Any:
-    try:
-        return known.get(key)
-    except TypeError:
-        return None
-
-
-def _call_locally(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Bring the parts where the plan wants them, and call."""
-    tensors: list[torch.Tensor] = []
-    moves = iter(plan.inputs)
-
-    def to_local(tensor: torch.Tensor) -> torch.Tensor:
-        layout = next(moves)
-        assert isinstance(tensor, DTensor)
-        local = tensor._local_tensor if tensor._tensor_layout.layout is layout else part_moved(tensor, layout)
-        tensors.append(local)
-        return local
-
-    local_args = [to_local(a) if isinstance(a, DTensor) else map_tensors(to_local, a) for a in args]
-    local_kwargs = map_tensors(to_local, kwargs)
-    if plan.rewritten is not None:
-        local_args, local_kwargs = plan.rewritten(tensors)
-    assert plan.local_call is not None
-    return plan.local_call(*local_args, **local_kwargs)
-
-
-def wrap(local: torch.Tensor, output: Output) -> DTensor:
-    """A DTensor around a local result."""
-    dtype = local.dtype
-    held = output.held
-    if held is None or held.dtype is not dtype:
-        held = output.held = tensor_layout(output.mesh, output.layout, output.shape, output.stride, dtype)
-    return wrap_held(local, held)
-
-
-def wrap_all(result: Any, outputs: tuple[Output, ...]) -> Any:
-    """Wrap the tensors of a result, in order; everything else is passed on."""
-    kind = type(result)
-    if kind is tuple or kind is list:
-        if not outputs:  # lists that were written to
+    def plan_of(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan | None:
+        """The plan that a call would run by; None of one that has none: it writes scalars to a plain tensor."""
+        table = self.tables.get(id(func)) or self._table(func)
+        if table.handler is not None:
             return None
-        if len(result) == len(outputs):
-            return kind(map(wrap, result, outputs))
-    following = iter(outputs)
-    return map_tensors(lambda tensor: wrap(tensor, next(following)), result)
+        plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
+        if plain and func._schema.is_mutable and writes_plain(func, args, kwargs):
+            return None
+        if any(t.ndim for t in plain):
+            args, kwargs = replicate_plain(func, args, kwargs)
+        key: tuple[Any, ...] | None = (table, *exact_key(args, kwargs, table.reads_floats))
+        lead = all_tensors_of(args, kwargs)[0]._tensor_layout
+        try:
+            hash(key)
+        except TypeError:
+            key = None
+        return self._find(table, lead, key, args, kwargs)
+
+    # -- making a plan ---------------------------------------------------------------------------
+
+    def _make(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_traced: bool
+    ) -> tuple[OpPlan, Recipe | None, bool]:
+        """A plan, how to plan others like it, if known, and whether it holds for these floats only."""
+        tensors = all_tensors((args, kwargs))
+        family = self.families.get(func)
+        is_simple = _are_simple(tensors)
+        made = self._by_rule(func, args, kwargs) if is_simple and family is None else None
+        if made is not None:
+            return made
+        mesh = common_mesh(args, kwargs)
+        planner = Planner(comm_of(mesh), tensors[0].device, self.families, self.warned, self.handlers)
+        planner.is_traced = is_traced
+        numbers = iter(range(len(tensors)))
+        planned = map_tensors(lambda t: planner.add_input(t, next(numbers)), (args, kwargs))
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                if family is not None:
+                    ready = map_tensors(planner.ready_input, planned)
+                    planner.depth = 1
+                    result = family(planner, func, *ready)
+                    made = self._by_rule(func, args, kwargs) if is_simple and result is USUAL else None
+                    if made is not None:
+                        return made
+                    if result is USUAL:
+                        result = planner.by_rule(func, *ready)
+                    planner.depth = 0
+                else:
+                    result = planner.op(func, *planned)
+        except Unplannable:
+            return plan_one_by_one(func), None, True
+        return planner.plan(func, result, _how(func, family)), None, True
+
+    def _by_rule(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[OpPlan, Recipe | None, bool] | None:
+        """The plan of a call of DTensors that a rule covers, without a planner."""
+        facts = facts_of(func)
+        rule = find_rule(facts.rule_name)
+        if rule is None or facts.has_out:
+            return None
+        lead = all_tensors_of(args, kwargs)[0]._tensor_layout
+        call, layouts = describe_call(facts.functional or func, rule, args, kwargs)
+        choice = choose(call, rule.axis_rules(call), layouts, None if facts.functional is None else 0)
+        if choice is None:
+            return None
+        plan = _by_rule(func, facts, rule, call, choice, lead, list(layouts), all_tensors_of(args, kwargs))
+        if plan is None:
+            return None
+        by_value = plan.plain is None
+        if rule.reads_sizes or choice.inputs != layouts or any(entry.even for entry in choice.lines):
+            return plan, None, by_value
+        return plan, Recipe(func, facts, rule, choice, plan), by_value
 
 
-def write_back(
-    func: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """An in-place or out= op whose target can't stay where it lies: compute, bring home, copy."""
-    outs = [a.name for a in func._schema.arguments if a.is_out]  # `out`, or one name for each of several
-    targets = [kwargs[name] for name in outs] or [args[0]]
-    kwargs = {k: v for k, v in kwargs.items() if k not in outs}
-    result = functional(*args, **kwargs)
-    if torch.Tag.inplace_view in func.tags:
-        with no_dispatch():
-            func(*args, **kwargs)  # the wrapper's own sizes and strides
-        target = args[0]
-        target._local_tensor, target._tensor_layout = result._local_tensor, result._tensor_layout
-        return target
-    results = result if isinstance(result, (tuple, list)) else [result]
-    for target, value in zip(targets, results, strict=False):
-        if target.shape != value.shape:
-            raise LongmeshError(
-                f"{func} would give the DTensor it writes to another shape: {tuple(target.shape)} -> "
-                f"{tuple(value.shape)}; use the op that returns a new tensor"
-            )
-        if target._lookup is not None:
-            apply_lookup_mask(target)
-        target._local_tensor.copy_(move(value, target._layout)._local_tensor)
-        if target._origin is not None:
-            write_to_origin(target, move)
-    return targets[0] if len(targets) == 1 else tuple(targets)
+def _are_simple(tensors: list[Any]) -> bool:
+    """Whether all are DTensors on one mesh, with no mask to apply first."""
+    if not isinstance(tensors[0], DTensor):
+        return False
+    comm = tensors[0]._tensor_layout.comm
+    return all(
+        isinstance(t, DTensor) and t._tensor_layout.comm is comm and not t._tensor_layout.has_lookup
+        for t in tensors
+    )
+
+
+def _how(func: OpOverload, family: Family | None) -> str:
+    if family is not None:
+        return "rule of its family"
+    facts = facts_of(func)
+    if find_rule(facts.rule_name) is not None:
+        return "rule"
+    if facts.functional is not None or decomposition_of(func) is not None:
+        return "no rule: made of other ops"
+    return "no rule: its inputs were replicated"
+
+
+def _by_rule(
+    func: OpOverload,
+    facts: OpFacts,
+    rule: Rule,
+    call: Any,
+    choice: Choice,
+    lead: TensorLayout,
+    layouts: list[Any],
+    tensors: Sequence[Any] = (),
+) -> OpPlan | None:
+    """Redistribute what has to be, and one local call."""
+    form = local_form(func, facts, rule, call, choice, lead.comm)
+    if form is None:
+        return None
+    outputs = _outputs(lead, choice, call.outputs)
+    steps: list[Step] = []
+    slots = list(range(len(layouts)))
+    for number, (have, want) in enumerate(zip(layouts, choice.inputs, strict=True)):
+        if have is not want:
+            slots[number] = len(layouts) + len(steps)
+            steps.append(Redistribute(number, slots[number], tensors[number]._tensor_layout, want, number))
+    out = len(layouts) + len(steps)
+    stays = not steps
+    if form.static is None:
+        steps.append(GivenCall(form.call, tuple(slots), out))
+    else:
+        args, kwargs = slots_for_metas(form.static, slots)
+        steps.append(LocalCall(form.call, args, kwargs, out))
+    has_lookup = any(without_mask(y) is not y for y in choice.outputs)
+    return OpPlan(
+        steps=tuple(steps),
+        outputs=outputs,
+        num_slots=out + 1,
+        single=outputs[0] if len(outputs) == 1 and facts.returns_one_tensor else None,
+        plain=form.call if stays and form.static is None and not has_lookup else None,
+        written=0 if facts.functional is not None else None,
+        is_view=facts.functional is None and facts.is_view,
+        is_copy=not stays or pends_more(choice.inputs, choice.outputs),
+    )
+
+
+def _outputs(lead: TensorLayout, choice: Choice, metas: tuple[Any, ...]) -> tuple[Output, ...]:
+    pairs = zip(choice.outputs, metas, strict=True)
+    return tuple([Output(lead.mesh, layout, meta.shape, meta.stride) for layout, meta in pairs])
+
+
+def all_tensors_of(args: Any, kwargs: Any) -> list[Any]:
+    """The DTensors of a call."""
+    return [t for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)]
+
+
+def _lead_of(parts: list[Any]) -> TensorLayout:
+    return next(p for p in parts if type(p) is TensorLayout)
+
+
+def _put(lead: TensorLayout, key: tuple[Any, ...] | None, plan: Any) -> None:
+    if key is None:
+        return
+    if len(lead.plans) >= _MAX_PLANS:
+        lead.plans.clear()
+    with contextlib.suppress(TypeError):  # symbolic sizes don't hash
+        lead.plans[key] = plan
 
 
 dispatch = Dispatcher()

@@ -15,8 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.comm import MeshComm, comm_of
 from longmesh.plan import RedistributePlan, plan_redistribute
-from longmesh.spec import Layout
+from longmesh.spec import Layout, MaskPartial
 from longmesh.tensor.meta import contiguous_stride
+
+
+class Kind:
+    """What all tensor layouts have in common that differ in sizes alone, beyond whether a size is 0, 1 or larger."""
+
+    __slots__ = ("recipes",)
+
+    def __init__(self) -> None:
+        self.recipes: dict[tuple[Any, ...], Any] = {}
 
 
 class TensorLayout:
@@ -26,11 +35,13 @@ class TensorLayout:
         "comm",
         "dtype",
         "face_stride",
+        "has_lookup",
         "is_sharded_inside",
         "is_symbolic",
         "kind",
         "layout",
         "mesh",
+        "plans",
         "routes",
         "shape",
         "stride",
@@ -47,10 +58,13 @@ class TensorLayout:
     is_symbolic: bool
     # Whether a dim between the first and the last is cut: as rows of a matrix the parts would not be one piece each.
     is_sharded_inside: bool
-    # One object for all that differ in sizes alone, beyond whether a size is 0, 1 or larger.
-    kind: object
+    kind: Kind
     # Plans to other layouts, once made.
     routes: dict[Layout, RedistributePlan]
+    # Plans of ops whose first DTensor is laid out so (dispatch.py).
+    plans: dict[tuple[Any, ...], Any]
+    # Whether it is a pending lookup, whose mask is not applied yet.
+    has_lookup: bool
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorLayout:
         return self
@@ -72,7 +86,7 @@ class TensorLayout:
 class _Registry:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], TensorLayout] = {}
-        self._kinds: dict[tuple[Any, ...], object] = {}
+        self._kinds: dict[tuple[Any, ...], Kind] = {}
 
     def get(
         self,
@@ -104,12 +118,14 @@ class _Registry:
         )
         held.is_sharded_inside = any(0 < dim < len(held.shape) - 1 for dim in held.layout.shard_dims)
         held.routes = {}
-        held.kind = held if is_symbolic else self._kind(held)
+        held.plans = {}
+        held.has_lookup = any(isinstance(p, MaskPartial) for p in held.layout.placements)
+        held.kind = Kind() if is_symbolic else self._kind(held)
         return held
 
-    def _kind(self, held: TensorLayout) -> object:
+    def _kind(self, held: TensorLayout) -> Kind:
         sizes = tuple([n if n < 2 else 2 for n in held.shape])
-        return self._kinds.setdefault((held.comm, held.layout, held.dtype, sizes), object())
+        return self._kinds.setdefault((held.comm, held.layout, held.dtype, sizes), Kind())
 
 
 _registry = _Registry()

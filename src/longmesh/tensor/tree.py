@@ -11,7 +11,7 @@ import torch
 _LEAVES = frozenset((int, float, bool, type(None), str, torch.dtype, torch.device))
 
 
-def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
     """`value` with every tensor replaced by `fn(tensor)`, in order."""
     kind = type(value)
     if kind in _LEAVES:

@@ -6,7 +6,7 @@ import torch
 from longmesh.rules import OpCall, find_rule
 from longmesh.rules.attention_cuda import NAMES
 from longmesh.spec import Layout, MeshShape, Shard
-from longmesh.tensor.op_plan import rule_name, run_on_meta
+from longmesh.tensor.op_facts import rule_name, run_on_meta
 from longmesh.tensor.tree import map_tensors
 from support.rule_check import describe
 

@@ -3,7 +3,7 @@
 import torch
 
 from longmesh.rules import find_rule
-from longmesh.tensor.op_plan import rule_name, run_on_meta
+from longmesh.tensor.op_facts import rule_name, run_on_meta
 from support.rule_check import calls_of, check_program, describe
 
 RANKS = (2, 3, 4)

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from longmesh.rules import find_rule
-from longmesh.tensor.op_plan import rule_name, run_on_meta
+from longmesh.tensor.op_facts import rule_name, run_on_meta
 from support.rule_check import calls_of, check_call, check_program, describe
 
 RANKS = (2, 4)

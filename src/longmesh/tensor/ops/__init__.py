@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch._ops import OpOverload
 
 from longmesh.tensor import foreign
-from longmesh.tensor.dispatch import Handler
+from longmesh.tensor.dispatch import Family, Handler
 from longmesh.tensor.ops import (
     arg_reduction,
     attention,
@@ -35,16 +35,19 @@ from longmesh.tensor.ops import (
     view,
 )
 
+FAMILIES: dict[OpOverload, Family] = {
+    **reduction.FAMILIES,
+    **scan.FAMILIES,
+    **softmax_norm.FAMILIES,
+}
+
 HANDLERS: dict[OpOverload, Handler] = {
     **scalar.HANDLERS,
     **foreach.HANDLERS,
     **foreach_norm.HANDLERS,
     **fused.HANDLERS,
-    **reduction.HANDLERS,
     **arg_reduction.HANDLERS,
     **attention.HANDLERS,
-    **scan.HANDLERS,
-    **softmax_norm.HANDLERS,
     **loss.HANDLERS,
     **view.HANDLERS,
     **index.HANDLERS,

@@ -9,14 +9,14 @@ from torch._ops import OpOverload
 
 from longmesh.rules.product import einsum_terms
 from longmesh.tensor.dispatch import USUAL, Handler
-from longmesh.tensor.op_plan import OpPlan, decomposition_of
+from longmesh.tensor.one_by_one import plan_one_by_one
 
 
 def einsum(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     equation, operands = args
     if einsum_terms(equation, [tuple(t.shape) for t in operands]) is not None:
         return USUAL
-    return OpPlan(decomposition=decomposition_of(func))
+    return plan_one_by_one(func)
 
 
 HANDLERS: dict[OpOverload, Handler] = {torch.ops.aten.einsum.default: einsum}

@@ -19,7 +19,7 @@ from longmesh.spec import Layout, MaskPartial, Partial, Placement, Replicate, Sh
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import USUAL, Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.mask_buffer import PendingLookup, without_mask
+from longmesh.tensor.mask_buffer import without_mask
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.ops.recut import interval
 from longmesh.tensor.plain import replicate_plain
@@ -29,15 +29,7 @@ aten = torch.ops.aten
 
 def lookup(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """embedding, index_select, gather: along a cut dim the result is pending, with a mask of its own."""
-    result = dispatch.run(func, args, kwargs)
-    local = result._local_tensor
-    mask = getattr(local, "pending_mask", None)
-    if mask is not None:
-        del local.pending_mask
-        result._lookup = PendingLookup.of_mask(mask)
-    elif without_mask(result._layout) is not result._layout:  # this rank has all rows, the others none
-        result._lookup = PendingLookup.of_mask(local.new_zeros([1] * local.ndim, dtype=torch.bool))
-    return result
+    return dispatch.run(func, args, kwargs)
 
 
 def embedding(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

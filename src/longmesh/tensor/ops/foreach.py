@@ -21,7 +21,9 @@ from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import Handler
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import global_stride
-from longmesh.tensor.op_plan import OpPlan, Output, quick_call
+from longmesh.tensor.op_facts import quick_call
+from longmesh.tensor.op_plan import OpPlan, Output
+from longmesh.tensor.steps import GivenCall
 
 aten = torch.ops.aten
 
@@ -130,7 +132,10 @@ def _plan_together(func: OpOverload, lists: list[Any], writes: bool) -> OpPlan:
         metas = [Meta(i, tuple(t.shape), t.stride(), t.dtype) for i, t in enumerate(members)]
         stride = elementwise_meta(metas[0].shape, metas).stride
         outputs.append(Output(lead._mesh, lead._layout, metas[0].shape, stride))
-    return OpPlan(outputs=tuple(outputs), local_call=quick_call(func), is_plain=True)
+    call = quick_call(func)
+    count = sum(map(len, lists))
+    step = GivenCall(call, tuple(range(count)), count)
+    return OpPlan((step,), tuple(outputs), num_slots=count + 1, plain=call)
 
 
 def _choose(value: Any, indices: list[int]) -> Any:

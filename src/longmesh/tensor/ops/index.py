@@ -15,7 +15,7 @@ from longmesh.spec import Coordinate, MaskPartial, Partial
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import USUAL, Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.op_plan import is_view
+from longmesh.tensor.op_facts import is_view
 from longmesh.tensor.ops.pieces import bind, reduced
 from longmesh.tensor.ops.recut import interval, recut
 from longmesh.tensor.plain import replicate_plain

@@ -1,4 +1,4 @@
-"""Reductions over cut dims that need more than one local call: spreads, norms with a root, log-sum-exp.
+"""Reductions over sharded dims that need more than one local call: spreads, norms with a root, log-sum-exp.
 
 var     mean of the whole first, then the sum of squared deviations: two small all-reduces, stable
 norm    sum of p-th powers over the ranks, then one root
@@ -13,41 +13,39 @@ import torch
 from torch._ops import OpOverload
 
 from longmesh.spec import Partial
-from longmesh.tensor.dispatch import USUAL, Handler
-from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.meta import contiguous_stride
+from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.pieces import (
     as_dims,
     bind,
     cutting_axes,
-    reduced,
     reduced_layout,
     reduced_shape,
     stand_in,
 )
+from longmesh.tensor.planner import USUAL, Planned, Planner
 
 aten = torch.ops.aten
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def variance(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """var, std, var_mean, std_mean."""
     given = bind(func, args, kwargs)
-    x: DTensor = given["self"]
+    x: Planned = given["self"]
     dims = as_dims(given["dim"], x.ndim)
     if not cutting_axes(x._layout, dims) or not (x.is_floating_point() or x.is_complex()):
         return USUAL
     correction = 1 if given["correction"] is None else given["correction"]
     dtype, keepdim = x.dtype, given["keepdim"]
-    wide = reduced(x).to(torch.float32) if dtype in _HALVES else reduced(x)
-    mean = reduced(wide.mean(dims, keepdim=True))
+    wide = p.reduced(x).to(torch.float32) if dtype in _HALVES else p.reduced(x)
+    mean = p.reduced(wide.mean(dims, keepdim=True))
     distance = wide - mean
     squares = distance.abs().square() if x.is_complex() else distance.square()
     degrees = max(math.prod(x.shape[d] for d in dims) - correction, 0)
     total = squares.sum(dims, keepdim=keepdim)
     # A pending sum must not be divided by zero term by term.
-    result = (total if degrees else reduced(total)) / degrees
+    result = (total if degrees else p.reduced(total)) / degrees
     if func._schema.name in ("aten::std", "aten::std_mean"):
         result = result.sqrt()
     result = result.to(dtype.to_real())
@@ -57,43 +55,47 @@ def variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return result, mean.to(dtype)
 
 
-def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def vector_norm(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """(sum |x|^p)^(1/p): each rank its own norm to the power p, pending; the root is taken of the whole."""
     given = bind(func, args, kwargs)
-    x: DTensor = given["self"]
+    x: Planned = given["self"]
     order = float(given["ord"])
     dims = as_dims(given["dim"], x.ndim)
     if order in (0, 1) or math.isinf(order) or not x.numel() or not cutting_axes(x._layout, dims):
         return USUAL
-    x = reduced(x)
+    x = p.reduced(x)
     dtype = (given["dtype"] or x.dtype).to_real()
     wide = given["dtype"] or x.dtype
     wide = torch.float32 if wide in _HALVES else wide
-    keepdim, local = given["keepdim"], x._local_tensor
-    norm = func(stand_in(local, dims), order, list(dims), keepdim, dtype=wide)
-    powers = norm.pow(order) if math.prod(local.shape[d] for d in dims) else torch.zeros_like(norm)
+    keepdim = given["keepdim"]
+
+    def powers(local: torch.Tensor) -> torch.Tensor:
+        norm = func(stand_in(local, dims), order, list(dims), keepdim, dtype=wide)
+        return norm.pow(order) if math.prod(local.shape[d] for d in dims) else torch.zeros_like(norm)
+
     shape = reduced_shape(x.shape, dims, keepdim)
     layout = reduced_layout(x._layout, dims, keepdim, Partial())
-    return reduced(DTensor(powers, x._mesh, layout, shape, contiguous_stride(shape))).pow(1 / order).to(dtype)
+    total = p.wrap(p.local(powers, x), x, layout=layout, shape=shape, dtype=wide.to_real())
+    return p.reduced(total).pow(1 / order).to(dtype)
 
 
-def log_sum_exp(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def log_sum_exp(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The maximum of the whole, then the sum of what is left: two small all-reduces."""
     given = bind(func, args, kwargs)
-    x: DTensor = given["self"]
+    x: Planned = given["self"]
     dims = as_dims(given["dim"], x.ndim)
     if not x.numel() or not cutting_axes(x._layout, dims) or x.is_complex():
         return USUAL
     dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-    wide = reduced(x).to(torch.float32 if dtype in _HALVES else dtype)
-    top = reduced(wide.amax(dims, keepdim=True))
+    wide = p.reduced(x).to(torch.float32 if dtype in _HALVES else dtype)
+    top = p.reduced(wide.amax(dims, keepdim=True))
     top = top.masked_fill(top.abs() == math.inf, 0.0)
-    result = reduced((wide - top).exp().sum(dims, keepdim=True)).log() + top
+    result = p.reduced((wide - top).exp().sum(dims, keepdim=True)).log() + top
     result = result if given["keepdim"] else result.reshape(reduced_shape(x.shape, dims, False))
     return result.to(dtype)
 
 
-HANDLERS: dict[OpOverload, Handler] = {
+FAMILIES: dict[OpOverload, Family] = {
     **dict.fromkeys(
         (aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction),
         variance,

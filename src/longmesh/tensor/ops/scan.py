@@ -1,4 +1,4 @@
-"""Scans over a cut dim: every rank scans its piece, the totals are gathered, and what lies before ours is added.
+"""Scans over a sharded dim: every rank scans its piece, the totals are gathered, and what comes before ours is added.
 
     cumsum 1 2 | 3 4   ->   local 1 3 | 3 7, totals 3 7   ->   1 3 | 3+3 3+7
 
@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from longmesh.comm import comm_of
-from longmesh.tensor.dispatch import USUAL, Handler, dispatch
-from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.meta import contiguous_stride
-from longmesh.tensor.ops.pieces import as_dims, bind, cutting_axes, gather_members, reduced
+from longmesh.spec import Partial
+from longmesh.tensor.dispatch import Family
+from longmesh.tensor.ops.pieces import as_dims, bind, cutting_axes, reduced_layout
+from longmesh.tensor.planner import USUAL, Part, Planned, Planner
 
 aten = torch.ops.aten
 
@@ -27,29 +26,29 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def scanning(
     scan: Callable[..., torch.Tensor], reduce: Callable[..., torch.Tensor], combine: Combine
-) -> Handler:
-    """A handler of an associative scan: `reduce` gives the total of gathered totals along dim 0."""
+) -> Family:
+    """An associative scan: `reduce` gives the total of gathered totals along dim 0."""
 
-    def handler(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def family(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = bind(func, args, kwargs)
-        x: DTensor = given["self"]
+        x: Planned = given["self"]
         dims = as_dims(given["dim"], x.ndim)
         if not x.numel() or not cutting_axes(x._layout, dims):
             return USUAL
-        x = _ready(x, given.get("dtype"))
+        x = _ready(p, x, given.get("dtype"))
         (dim,) = dims
-        local = scan(x._local_tensor, dim)
-        before, totals = _totals_before(x, dim, _last(local, dim))
+        local = p.local(scan, x, dim)
+        before, totals = _totals_before(p, x, dim, local, x.dtype)
         if before:
-            local = combine(reduce(totals[before], 0), local)
-        return _wrapped(local, x)
+            local = p.local(lambda t, s: combine(reduce(t[before], 0), s), totals, local)
+        return p.wrap(local, x)
 
-    return handler
+    return family
 
 
-def _ready(x: DTensor, dtype: torch.dtype | None) -> DTensor:
+def _ready(p: Planner, x: Planned, dtype: torch.dtype | None) -> Planned:
     """Without pending reductions, in the element type of the result: integers are scanned as int64."""
-    x = reduced(x)
+    x = p.reduced(x)
     wanted = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     return x if x.dtype is wanted else x.to(wanted)  # pyright: ignore[reportReturnType]
 
@@ -61,58 +60,70 @@ def _last(scanned: torch.Tensor, dim: int) -> torch.Tensor:
     return scanned.new_zeros([1 if d == dim else n for d, n in enumerate(scanned.shape)])
 
 
-def _totals_before(x: DTensor, dim: int, total: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """All ranks' totals, and which of them belong to pieces before ours, in order."""
-    layout, size = x._layout, x.shape[dim]
-    totals, members = gather_members(total, x, cutting_axes(layout, (dim,)))
-    start, _ = layout.interval(dim, size, comm_of(x._mesh).coordinate)
-    pieces = [layout.interval(dim, size, where) for where in members]
+def _totals_before(
+    p: Planner, x: Planned, dim: int, scanned: Part, dtype: torch.dtype
+) -> tuple[list[int], Part]:
+    """Which ranks' pieces come before ours, in order, and the totals of all."""
+    axes = cutting_axes(x._layout, (dim,))
+    shape = [1 if d == dim else n for d, n in enumerate(x.local_shape)]
+    totals = p.gather(p.local(_last, scanned, dim), x, axes, shape, dtype)
+    start, _ = x.interval(dim)
+    pieces = [x.interval(dim, where) for where in p.members(x, axes)]
     before = [i for i, (first, length) in enumerate(pieces) if length and first < start]
     return sorted(before, key=lambda i: pieces[i][0]), totals
 
 
-def _wrapped(local: torch.Tensor, x: DTensor) -> DTensor:
-    return DTensor(local, x._mesh, x._layout, x.shape, contiguous_stride(x.shape))
-
-
-def running_extremum(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def running_extremum(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """cummax, cummin: values and where they are; a later equal value replaces an earlier one, a NaN stays."""
     x, dim = args
     dims = as_dims(dim, x.ndim)
     if not x.numel() or not cutting_axes(x._layout, dims):
         return USUAL
-    x = reduced(x)
+    x = p.reduced(x)
     (dim,) = dims
     is_max = func is aten.cummax.default
     scan: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch.cummax if is_max else torch.cummin
-    values, indices = scan(x._local_tensor, dim)
-    start, _ = x._layout.interval(dim, x.shape[dim], comm_of(x._mesh).coordinate)
-    indices = indices + int(start)
-    before, tops = _totals_before(x, dim, _last(values, dim))
-    _, places = _totals_before(x, dim, _last(indices, dim))
-    if before:
+    start, _ = x.interval(dim)
+    values, found = p.locals(2, scan, x, dim)
+    indices = p.local(torch.add, found, start)
+    before, tops = _totals_before(p, x, dim, values, x.dtype)
+    _, places = _totals_before(p, x, dim, indices, torch.int64)
+
+    def combine(
+        values: torch.Tensor, indices: torch.Tensor, tops: torch.Tensor, places: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         earlier, which = scan(tops[before], 0)
         best, place = earlier[-1], places[before].gather(0, which[-1:])[0]
         is_newer = values >= best if is_max else values <= best
         is_newer = values.isnan() | (is_newer & ~best.isnan())
-        values, indices = torch.where(is_newer, values, best), torch.where(is_newer, indices, place)
-    return _wrapped(values, x), _wrapped(indices, x)
+        return torch.where(is_newer, values, best), torch.where(is_newer, indices, place)
+
+    if before:
+        values, indices = p.locals(2, combine, values, indices, tops, places)
+    return p.wrap(values, x), p.wrap(indices, x, dtype=torch.int64)
 
 
-def histogram(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def histogram(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """histc: without a range it is that of all values."""
     given = bind(func, args, kwargs)
-    x: DTensor = given["self"]
-    low, high = given["min"], given["max"]
+    x: Planned = given["self"]
+    bins, low, high = given["bins"], given["min"], given["max"]
     if low != high or not x.numel() or x._layout.is_replicated:
         return USUAL
-    low, high = (reduced(v)._local_tensor.item() for v in torch.aminmax(reduced(x)))
-    if low == high:
-        low, high = low - 1, high + 1
-    return dispatch.run(func, (x, given["bins"], low, high), {})
+    x = p.reduced(x)
+    low, high = (p.reduced(v) for v in torch.aminmax(x))
+
+    def count(local: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        first, last = low.item(), high.item()
+        if first == last:
+            first, last = first - 1, first + 1
+        return torch.histc(local, bins, first, last)
+
+    pending = reduced_layout(x._layout, range(x.ndim), False, Partial())
+    return p.wrap(p.local(count, x, low, high), x, layout=pending, shape=(bins,))
 
 
-HANDLERS: dict[OpOverload, Handler] = {
+FAMILIES: dict[OpOverload, Family] = {
     aten.cumsum.default: scanning(torch.cumsum, torch.sum, torch.add),
     aten.cumprod.default: scanning(torch.cumprod, torch.prod, torch.mul),
     aten.logcumsumexp.default: scanning(torch.logcumsumexp, torch.logsumexp, torch.logaddexp),

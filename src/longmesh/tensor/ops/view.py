@@ -22,7 +22,7 @@ from longmesh.tensor.autograd import move
 from longmesh.tensor.dispatch import USUAL, Handler
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import global_stride
-from longmesh.tensor.op_plan import is_view
+from longmesh.tensor.op_facts import is_view
 from longmesh.tensor.ops.index import linear_or_reduced
 from longmesh.tensor.ops.recut import interval
 from longmesh.tensor.view_origin import remember_origin

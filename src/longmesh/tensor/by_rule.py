@@ -1,0 +1,117 @@
+"""From a rule to a local call: the layouts that a call takes and gives, and what each rank runs.
+
+Pure: every rank makes the same choice from the same call; only the local call's own arguments may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch._ops import OpOverload
+
+from longmesh.comm import MeshComm
+from longmesh.rules import LocalView, Meta, OpCall, Rule
+from longmesh.spec import Layout
+from longmesh.tensor.op_facts import OpFacts, quick_call, run_on_meta
+from longmesh.tensor.propagate import Choice
+from longmesh.tensor.tree import map_tensors
+
+
+def describe_call(
+    func: OpOverload, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[OpCall, tuple[Layout, ...]]:
+    """The call with metas in its tensors' places, and their layouts."""
+    layouts: list[Layout] = []
+    metas: list[Meta] = []
+
+    def describe(tensor: Any) -> Meta:
+        own = tensor._tensor_layout
+        layouts.append(own.layout)
+        meta = Meta(len(metas), tuple(own.shape), tuple(own.stride), own.dtype)
+        metas.append(meta)
+        return meta
+
+    meta_args = map_tensors(describe, args)
+    meta_kwargs = map_tensors(describe, kwargs) if kwargs else kwargs
+    call = OpCall(func, meta_args, meta_kwargs, tuple(metas))
+    outputs = rule.out_meta(call) if rule.out_meta is not None else run_on_meta(call)
+    return OpCall(func, meta_args, meta_kwargs, call.tensors, outputs), tuple(layouts)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalForm:
+    """What a rank calls: `call` with the op's own arguments, or with `static` ones, metas in the places of tensors."""
+
+    call: Callable[..., Any]
+    static: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+
+def local_form(
+    func: OpOverload, facts: OpFacts, rule: Rule, call: OpCall, choice: Choice, comm: MeshComm
+) -> LocalForm | None:
+    """The local call of a choice; None for an in-place op whose target can't be written where it is."""
+    if facts.functional is not None and call.outputs[0].shape != call.tensors[0].shape:
+        return None
+    local_call: Callable[..., Any] = func
+    static = None
+    if rule.local_args is not None or rule.local_op is not None:
+        view = _local_view(call, choice.inputs, choice.outputs, comm)
+        if rule.local_op is not None:
+            local_call = rule.local_op(call, view) or func
+            if local_call is not func and facts.functional is not None:
+                return None
+        if rule.local_args is not None:
+            given = (call.args, dict(call.kwargs))
+            static = rule.local_args(call, view)
+            if _equal(static, given):
+                static = None
+            elif _leads(static) and _leads(given):
+                return LocalForm(_with_static(local_call, static[0][1:]))
+    return LocalForm(quick_call(local_call) if isinstance(local_call, OpOverload) else local_call, static)
+
+
+def _leads(static: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Whether the arguments are one tensor followed by other values, and no keywords."""
+    args, kwargs = static
+    rest = [m for a in args[1:] for m in (a if isinstance(a, (list, tuple)) else [a])]
+    return not kwargs and isinstance(args[0], Meta) and not any(isinstance(m, Meta) for m in rest)
+
+
+def _with_static(op: Callable[..., Any], rest: tuple[Any, ...]) -> Callable[..., Any]:
+    """A call on one local part whose other arguments are this rank's, not the given ones."""
+    call = quick_call(op) if isinstance(op, OpOverload) else op
+    return lambda part, *given: call(part, *rest)
+
+
+def pends_more(inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]) -> bool:
+    """Whether outputs have a pending reduction that the inputs don't: their parts are new."""
+    before = {a for layout in inputs for a in layout.partial_axes}
+    return any(a not in before for layout in outputs for a in layout.partial_axes)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equal arguments, a list being as good as a tuple."""
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+def _local_view(
+    call: OpCall, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...], comm: MeshComm
+) -> LocalView:
+    where = comm.coordinate
+
+    def shapes(layouts: tuple[Layout, ...], metas: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(y.local_shape(m.shape, where) for y, m in zip(layouts, metas, strict=True))
+
+    def offsets(layouts: tuple[Layout, ...], metas: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(y.local_offset(m.shape, where) for y, m in zip(layouts, metas, strict=True))
+
+    return LocalView(
+        input_shapes=shapes(inputs, call.tensors),
+        input_offsets=offsets(inputs, call.tensors),
+        output_shapes=shapes(outputs, call.outputs),
+        output_offsets=offsets(outputs, call.outputs),
+    )

@@ -1,0 +1,60 @@
+"""Ops whose plan can't be known before values are seen: they run as other ops, one by one, each with its own plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from longmesh.errors import LongmeshError
+from longmesh.tensor.autograd import apply_lookup_mask, move
+from longmesh.tensor.op_facts import decomposition_of, facts_of
+from longmesh.tensor.op_plan import OpPlan, replace_target
+from longmesh.tensor.plain import decomposing, on_whole_tensors
+from longmesh.tensor.steps import RunOps, Slot
+from longmesh.tensor.view_origin import write_to_origin
+
+
+def plan_one_by_one(func: OpOverload) -> OpPlan:
+    """The plan of such an op."""
+    functional = facts_of(func).functional
+    decomposition = decomposition_of(func)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if functional is not None:
+            return write_back(func, functional, args, kwargs)
+        if decomposition is None:
+            return on_whole_tensors(func, args, kwargs)
+        token = decomposing.set(True)
+        try:
+            return decomposition(*args, **kwargs)
+        finally:
+            decomposing.reset(token)
+
+    return OpPlan((RunOps(func, run, 0),), result=Slot(0), num_slots=1, how="no rule: made of other ops")
+
+
+def write_back(
+    func: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """An in-place or out= op whose target can't stay where it lies: compute, bring home, copy."""
+    outs = [a.name for a in func._schema.arguments if a.is_out]  # `out`, or one name for each of several
+    targets = [kwargs[name] for name in outs] or [args[0]]
+    kwargs = {k: v for k, v in kwargs.items() if k not in outs}
+    result = functional(*args, **kwargs)
+    if torch.Tag.inplace_view in func.tags:
+        return replace_target(func, args, kwargs, result)
+    results = result if isinstance(result, (tuple, list)) else [result]
+    for target, value in zip(targets, results, strict=False):
+        if target.shape != value.shape:
+            raise LongmeshError(
+                f"{func} would give the DTensor it writes to another shape: {tuple(target.shape)} -> "
+                f"{tuple(value.shape)}; use the op that returns a new tensor"
+            )
+        if target._lookup is not None:
+            apply_lookup_mask(target)
+        target._local_tensor.copy_(move(value, target._layout)._local_tensor)
+        if target._origin is not None:
+            write_to_origin(target, move)
+    return targets[0] if len(targets) == 1 else tuple(targets)

@@ -1,0 +1,130 @@
+"""What an op's schema and torch's tables say of it, whatever its arguments are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+
+from longmesh.rules import Meta, OpCall, OutMeta
+from longmesh.tensor.tree import map_tensors
+
+
+class OpFacts(NamedTuple):
+    """What an op's schema says."""
+
+    functional: OpOverload | None
+    rule_name: str
+    has_out: bool
+    returns_one_tensor: bool
+    is_view: bool
+
+
+@functools.cache
+def facts_of(func: OpOverload) -> OpFacts:
+    functional = functional_form(func)
+    return OpFacts(
+        functional,
+        rule_name(functional or func),
+        any(a.is_out for a in func._schema.arguments),
+        returns_one_tensor(func),
+        is_view(func),
+    )
+
+
+def is_view(func: OpOverload) -> bool:
+    """Whether the op's results share the memory of its first argument."""
+    arguments = func._schema.arguments
+    first = arguments[0].alias_info if arguments else None
+    return first is not None and not first.is_write
+
+
+def result_on_meta(call: OpCall) -> Any:
+    """What the op returns for the global shapes, as meta tensors."""
+
+    def empty(value: Any) -> Any:
+        if isinstance(value, Meta):
+            return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+        if isinstance(value, (list, tuple)):
+            return type(value)(empty(v) for v in value)
+        if isinstance(value, dict):
+            return {k: empty(v) for k, v in value.items()}
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    with _disable_current_modes(), torch.no_grad():
+        return call.func(*empty(call.args), **empty(dict(call.kwargs)))
+
+
+def run_on_meta(call: OpCall) -> tuple[OutMeta, ...]:
+    """The outputs' global metas, by running the op on meta tensors of the global shapes."""
+    found: list[OutMeta] = []
+    map_tensors(lambda t: found.append(OutMeta(tuple(t.shape), t.stride())), result_on_meta(call))
+    return tuple(found)
+
+
+def rule_name(func: OpOverload) -> str:
+    """The name a rule is listed under: without the namespace for aten, with it otherwise."""
+    return str(func).removeprefix("aten.")
+
+
+def functional_form(func: OpOverload) -> OpOverload | None:
+    """The overload that returns what an in-place or out= overload writes; None for a functional op."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return None
+    namespace, name = schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    if packet is None:
+        return None
+    wanted = [str(a.type) for a in schema.arguments if not a.is_out]
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        if not candidate._schema.is_mutable and [str(a.type) for a in candidate._schema.arguments] == wanted:
+            return candidate
+    return None
+
+
+def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
+    """The op in terms of others: torch's decomposition, or the composite kernel itself."""
+    if func in decomposition_table:
+        return decomposition_table[func]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return func.decompose
+    return None
+
+
+def is_pointwise(func: OpOverload) -> bool:
+    return torch.Tag.pointwise in func.tags or func._schema.name.startswith("aten::_foreach_")
+
+
+# Ops whose Python binding takes what the op takes, in its order: the binding is cheaper than the op itself.
+_BOUND = frozenset(
+    (
+        "_log_softmax", "_softmax", "abs", "add.Tensor", "add_.Tensor", "addcdiv_", "addcmul_", "addmm", "amax", "bmm",
+        "cat", "clone", "copy_", "cos", "detach", "div.Tensor", "div_.Tensor", "exp", "expand", "gelu", "lerp_.Scalar",
+        "linear", "log", "matmul", "mm", "mul.Tensor", "mul_.Tensor", "native_layer_norm", "neg", "ones_like", "relu",
+        "rsqrt", "sigmoid", "sin", "sqrt", "sub.Tensor", "sum", "sum.dim_IntList", "t", "tanh", "transpose.int",
+        "view", "zeros_like",
+    )
+)  # fmt: skip
+
+
+@functools.cache
+def quick_call(func: OpOverload) -> Callable[..., Any]:
+    """The cheapest way to call an op on plain tensors."""
+    name = rule_name(func).removesuffix(".default")
+    if name not in _BOUND and not name.startswith("_foreach_"):
+        return func._op
+    name = name.partition(".")[0]
+    places = (torch, torch.nn.functional, torch.Tensor)
+    return next((getattr(place, name) for place in places if hasattr(place, name)), func._op)
+
+
+def returns_one_tensor(func: OpOverload) -> bool:
+    returns = func._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"
