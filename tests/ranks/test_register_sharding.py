@@ -112,13 +112,13 @@ def test_no_outputs_and_writes(pool):
 
 
 def replaces_ours():
-    """A rule for an op that has one, and a handler: ours is not asked any more, and comes back when it is removed."""
+    """A rule for an op that has one, and a family: ours is not asked any more, and comes back when it is removed."""
     mesh = cpu_mesh(2)
     op = torch.ops.aten._softmax.default
     whole = torch.randn(4, 6)
     x = distribute_tensor(whole, mesh, [Shard(1)])
     assert torch.softmax(x, 1).placements == (Shard(1),)
-    handler = dispatch.handlers[op]
+    family = dispatch.families[op]
 
     @register_sharding(op)
     def softmax_sharding(x, dim, half_to_float):
@@ -132,8 +132,8 @@ def replaces_ours():
         torch.testing.assert_close(out.full_tensor(), whole.softmax(1))
     finally:
         registered.remove("_softmax.default")
-        dispatch.handlers[op] = handler
-        dispatch.forget(op)
+        dispatch.families[op] = family
+        dispatch.forget_plans()
     return torch.softmax(x, 1).placements == (Shard(1),)
 
 

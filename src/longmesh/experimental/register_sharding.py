@@ -23,7 +23,7 @@ from longmesh.rules.table import registered
 from longmesh.spec import Placement, Shard
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.op_facts import facts_of, rule_name, run_on_meta
+from longmesh.tensor.op_facts import rule_name, run_on_meta
 
 Line = tuple[Sequence[Placement | None], Sequence[Placement | None]]
 ShardingFunction = Callable[..., Sequence[Line]]
@@ -71,12 +71,11 @@ def register_sharding(
 def _install(op: OpOverload, rule: Rule) -> None:
     name = rule_name(op)
     registered.add(name, rule)
+    dispatch.families.pop(op, None)
     dispatch.handlers.pop(op, None)
     if schema_of(op).is_mutable:
         dispatch.handlers[op] = run_written
-    for table in list(dispatch.tables.values()):
-        if table.func is op or facts_of(table.func).rule_name == name:
-            dispatch.forget(table.func)
+    dispatch.forget_plans()
 
 
 def _as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -155,9 +155,9 @@ class Dispatcher:
         table = self.tables[id(func)] = OpTable(func, self.handlers.get(func))
         return table
 
-    def forget(self, func: OpOverload) -> None:
-        """Forget the plans of an op whose rule or family has changed: their keys have the old table."""
-        self.tables.pop(id(func), None)
+    def forget_plans(self) -> None:
+        """Forget every plan, since a rule or a family has changed: their keys have the old tables."""
+        self.tables.clear()
 
     def run_known(self, func: OpOverload, key: tuple[Any, ...], parts: tuple[Any, ...]) -> DTensor | None:
         """The op on local parts, if its plan is known and plain, and no mode would see it."""
@@ -261,7 +261,7 @@ class Dispatcher:
             if is_symbolic or key is None or (is_traced and plan.needs_values):
                 return plan
             if recipe is not None and kinds is not None:
-                lead.kind.recipes[kinds] = recipe
+                _keep(lead.kind.recipes, kinds, recipe)
             if by_value and not table.reads_floats:
                 exact = (table, *exact_key(args, kwargs))
                 if exact != key:
@@ -423,12 +423,15 @@ def _lead_of(parts: list[Any]) -> TensorLayout:
 
 
 def _put(lead: TensorLayout, key: tuple[Any, ...] | None, plan: Any) -> None:
-    if key is None:
-        return
-    if len(lead.plans) >= _MAX_PLANS:
-        lead.plans.clear()
+    if key is not None:
+        _keep(lead.plans, key, plan)
+
+
+def _keep(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+    if len(known) >= _MAX_PLANS:
+        known.clear()
     with contextlib.suppress(TypeError):  # symbolic sizes don't hash
-        lead.plans[key] = plan
+        known[key] = value
 
 
 dispatch = Dispatcher()
