@@ -20,7 +20,7 @@ DRAWS = {
     "pareto": lambda rng: (rng.pareto(1.0) + 1) * 300,
     "lognormal": lambda rng: np.exp(rng.normal(5.5, 2.0)),
 }
-LAYOUTS = ("contiguous", "zigzag", "per_document", "round_robin", "solve")
+LAYOUTS = ("contiguous", "ordered", "zigzag", "per_document", "round_robin", "solve")
 
 
 def pack(seed: int, seq_len: int, draw) -> list[int]:

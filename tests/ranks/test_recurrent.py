@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError
 from longmesh.recurrent import RecurrentParallel
 from longmesh.testing import cpu_mesh
@@ -53,6 +54,40 @@ def test_outputs_states_and_gradients_are_those_of_one_token_after_another(pool,
     for found in pool.run(every_case, ranks, layer, ranks=ranks, timeout=300.0):
         assert len(found) == len(CASES)
         assert max(found.values()) < 1e-9, {case: worst for case, worst in found.items() if worst >= 1e-9}
+
+
+def planned_and_recorded(ranks: int, layer: str, seq_len: int, documents, exchange: str) -> tuple[int, int]:
+    rp = RecurrentParallel(cpu_mesh(ranks), seq_len=seq_len, documents=documents, exchange=exchange)
+    given, dim = draw(layer, seq_len), token_dim(layer)
+    given.pop("initial")
+    parts = [x if name in WHOLE else rp.shard(x, dim) for name, x in given.items()]
+    with record_comm() as log:
+        call = {
+            "delta": rp.gated_delta_rule,
+            "linear_diagonal": rp.linear_attention,
+            "selective": rp.selective_scan,
+        }
+        call[layer](*parts).sum().backward()
+    (stats,) = rp.stats()
+    assert f"rank {rp.rank}: sends {stats.sent[rp.rank]} bytes" in rp.explain()
+    return stats.sent[rp.rank], log.total_bytes
+
+
+@pytest.mark.parametrize("layer", ["delta", "linear_diagonal", "selective"])
+def test_bytes_are_those_of_the_plan_and_do_not_grow_with_the_length(pool, layer):
+    found = {}
+    for exchange in ("gather", "scan"):
+        for seq_len in (40, 400):
+            pairs = pool.run(planned_and_recorded, 4, layer, seq_len, None, exchange, ranks=4)
+            assert all(planned == recorded for planned, recorded in pairs)
+            found[exchange, seq_len] = pairs
+        assert found[exchange, 40] == found[exchange, 400]
+        assert sum(recorded for _, recorded in found[exchange, 40]) > 0
+    for pairs in (
+        pool.run(planned_and_recorded, 4, layer, 40, [10, 10, 10, 10], "auto", ranks=4),
+        pool.run(planned_and_recorded, 4, layer, 3, [1, 1, 1], "auto", ranks=4),
+    ):
+        assert pairs == [(0, 0)] * 4
 
 
 def refusals(ranks: int) -> list[str]:

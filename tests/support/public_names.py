@@ -14,6 +14,7 @@ MODULES = [
     "longmesh.hf",
     "longmesh.interop",
     "longmesh.parallel",
+    "longmesh.recurrent",
     "longmesh.testing",
 ]
 # Torch's own.

@@ -16,6 +16,7 @@ from longmesh.attention.exchange.ulysses import HeadPart, HeadShare, Ulysses
 from longmesh.attention.layout.auto import Auto
 from longmesh.attention.layout.base import Layout, Ownership, Workload
 from longmesh.attention.layout.contiguous import Contiguous
+from longmesh.attention.layout.ordered import Ordered
 from longmesh.attention.layout.per_document import PerDocument
 from longmesh.attention.layout.round_robin import RoundRobin
 from longmesh.attention.layout.solve import Solve
@@ -44,6 +45,7 @@ __all__ = [
     "HeadShare",
     "Hybrid",
     "Layout",
+    "Ordered",
     "Ownership",
     "PackedDocuments",
     "PerDocument",

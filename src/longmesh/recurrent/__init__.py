@@ -3,7 +3,8 @@
 plan = plan_recurrent(seq_len=8192, ranks=4, documents=[5000, 3192])
 """
 
+from longmesh.recurrent.explain import LayerStats
 from longmesh.recurrent.plan import RecurrentPlan, plan_recurrent
 from longmesh.recurrent.recurrent_parallel import RecurrentParallel
 
-__all__ = ["RecurrentParallel", "RecurrentPlan", "plan_recurrent"]
+__all__ = ["LayerStats", "RecurrentParallel", "RecurrentPlan", "plan_recurrent"]

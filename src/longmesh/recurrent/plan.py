@@ -32,6 +32,10 @@ class RecurrentPlan:
     """`bounds`: rank r holds the tokens bounds[r] to bounds[r + 1]. `starts`: per row, where documents begin, after 0.
 
     One row stands for all rows of a batch; several, for one each.
+
+    >>> plan = plan_recurrent(seq_len=10, ranks=3, documents=[3, 7])
+    >>> plan.span(1), plan.chain(0, 2, backward=False), plan.crosses
+    ((4, 7), (1, 0), True)
     """
 
     seq_len: int
@@ -40,6 +44,7 @@ class RecurrentPlan:
 
     @property
     def num_ranks(self) -> int:
+        """How many ranks the sequence is cut over."""
         return len(self.bounds) - 1
 
     def span(self, rank: int) -> tuple[int, int]:

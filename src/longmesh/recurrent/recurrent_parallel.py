@@ -26,6 +26,7 @@ from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain
 from longmesh.recurrent.chunks import Chunks, chunks_of
 from longmesh.recurrent.convolution import convolve
+from longmesh.recurrent.explain import LayerStats, explain, layer_stats
 from longmesh.recurrent.function import run
 from longmesh.recurrent.gather import gather_tokens, share_last
 from longmesh.recurrent.kernel.delta import GatedDeltaRule
@@ -81,6 +82,7 @@ class RecurrentParallel:
             seq_len=seq_len, ranks=1 if mesh is None else mesh.size(), documents=documents
         )
         scheme = None if exchange == "auto" else exchange
+        self._sizes: dict[str, tuple[int, int]] = {}
         self._chain = Chain(self.plan, self.rank, None, (0,), scheme)
         if comm is not None:
             group = comm.group((0,))
@@ -114,6 +116,19 @@ class RecurrentParallel:
         """The whole tensor from every rank's part. Collective; its gradient is this rank's part of the whole's."""
         self._check_tokens("unshard", tensor, dim)
         return gather_tokens(self._chain, tensor, dim)
+
+    # -- seeing ----------------------------------------------------------------------------------
+
+    def stats(self) -> list[LayerStats]:
+        """What each kind of layer that was called sends, one after the other. Pure."""
+        scheme = self._chain.scheme
+        return [
+            layer_stats(name, self.plan, *sizes, scheme=scheme) for name, sizes in sorted(self._sizes.items())
+        ]
+
+    def explain(self) -> str:
+        """Who hears from whom, and what the layers called so far send."""
+        return explain(self.plan, self.stats())
 
     # -- layers ----------------------------------------------------------------------------------
 
@@ -221,6 +236,9 @@ class RecurrentParallel:
         chunks = self._chunks(kernel.chunk, wide, inputs[0].device)
         initial = None if initial is None else initial.to(wide)
         out, last = run(kernel, self._chain, chunks, initial, inputs)
+        rows, width = len(self.plan.starts), last.element_size()
+        passing = kernel.transition_numel(inputs)
+        self._sizes[kernel.name] = last.numel() // rows * width, passing // rows * width
         out = out.to(dtype)
         return (out, share_last(self._chain, last)) if final else out
 

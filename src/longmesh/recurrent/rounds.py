@@ -34,14 +34,22 @@ class Rounds:
     reason: str
     rounds: tuple[tuple[Message, ...], ...]
 
-    def sent_elements(self, rank: int, state: int, transition: int) -> int:
-        """What a rank sends, in elements: a state has `state` of them per row of the plan, its T `transition`."""
-        messages = (m for each in self.rounds for m in each if m.source == rank)
-        return sum(state + transition * m.with_transition for m in messages)
+    def sent_bytes(self, rank: int, state_bytes: int, transition_bytes: int) -> int:
+        """What a rank sends, with states and T of these sizes for each row of the plan."""
+        return sum(
+            state_bytes + transition_bytes * m.with_transition
+            for messages in self.rounds
+            for m in messages
+            if m.source == rank
+        )
 
-    def received_elements(self, rank: int, state: int, transition: int) -> int:
-        messages = (m for each in self.rounds for m in each if m.dest == rank)
-        return sum(state + transition * m.with_transition for m in messages)
+    def received_bytes(self, rank: int, state_bytes: int, transition_bytes: int) -> int:
+        return sum(
+            state_bytes + transition_bytes * m.with_transition
+            for messages in self.rounds
+            for m in messages
+            if m.dest == rank
+        )
 
 
 def gather_rounds(plan: RecurrentPlan, *, backward: bool) -> tuple[tuple[Message, ...], ...]:

@@ -3,6 +3,7 @@
 from longmesh.attention.layout.auto import Auto
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.layout.contiguous import Contiguous
+from longmesh.attention.layout.ordered import Ordered
 from longmesh.attention.layout.per_document import PerDocument
 from longmesh.attention.layout.round_robin import RoundRobin
 from longmesh.attention.layout.solve import Solve
@@ -12,6 +13,7 @@ from longmesh.errors import LongmeshError
 
 LAYOUTS: dict[str, Layout] = {
     "contiguous": Contiguous(),
+    "ordered": Ordered(),
     "zigzag": Zigzag(),
     "striped": Striped(),
     "per_document": PerDocument(),

@@ -31,6 +31,10 @@ class GatedDeltaRule(MatrixKernel):
 
     name = "chunked gated delta rule"
 
+    def transition_numel(self, inputs: Sequence[Tensor]) -> int:
+        batch, _, heads, keys = inputs[1].shape
+        return batch * heads * keys * keys
+
     def form(self, inputs: Sequence[Tensor], chunks: Chunks) -> Form:
         q, k, v, g, beta = inputs
         sizes = [v.shape[-1], k.shape[-1]]

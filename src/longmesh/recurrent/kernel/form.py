@@ -59,6 +59,10 @@ class Kernel(Protocol):
 
     def form(self, inputs: Sequence[Tensor], chunks: Chunks) -> Form: ...
 
+    def transition_numel(self, inputs: Sequence[Tensor]) -> int:
+        """Elements of T for a whole batch, from inputs as they are given."""
+        ...
+
     def adjoint(
         self, kept: Tensor | None, inputs: Sequence[Tensor], gradient: Tensor, chunks: Chunks
     ) -> Tensor:

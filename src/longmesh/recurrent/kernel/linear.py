@@ -26,6 +26,10 @@ class LinearAttention(MatrixKernel):
 
     name = "chunked linear attention"
 
+    def transition_numel(self, inputs: Sequence[Tensor]) -> int:
+        batch, _, heads, keys = inputs[1].shape
+        return batch * heads * (keys if inputs[3].ndim == 4 else 1)
+
     def form(self, inputs: Sequence[Tensor], chunks: Chunks) -> Form:
         q, k, v, g = inputs
         decay = g.cumsum(-2)

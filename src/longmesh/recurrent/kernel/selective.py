@@ -55,6 +55,9 @@ class SelectiveScan:
         joined = outputs.transpose(0, 1).reshape(batch, count * size, channels)
         return joined[:, : chunks.num_tokens].mT
 
+    def transition_numel(self, inputs: Sequence[Tensor]) -> int:
+        return inputs[0].shape[0] * inputs[2].numel()
+
     def form(self, inputs: Sequence[Tensor], chunks: Chunks) -> Form:
         _, dt, A, *_ = inputs
         whole = (dt.sum(-2).unsqueeze(-1) * A).exp()
