@@ -11,7 +11,7 @@ DOCS = ROOT / "docs"
 # Torch's own, and a module that has a page to itself.
 ELSEWHERE = {"DeviceMesh", "init_device_mesh", "masks"}
 REFERENCE = {
-    "longmesh": ("tensor", "attention"),
+    "longmesh": ("tensor", "attention", "tiles"),
     "longmesh.attention": ("attention",),
     "longmesh.attention.masks": ("masks",),
     "longmesh.checkpoint": ("checkpoint",),
@@ -21,6 +21,7 @@ REFERENCE = {
     "longmesh.hf": ("bridges",),
     "longmesh.interop": ("bridges",),
     "longmesh.parallel": ("parallel",),
+    "longmesh.recurrent": ("recurrent",),
     "longmesh.testing": ("testing",),
 }
 
