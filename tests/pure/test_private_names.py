@@ -14,7 +14,7 @@ PACKAGE = Path(longmesh.__file__).parent
 # Attributes of torch's ops, tensors, modules and autograd nodes; `torch._x` is seen by its first word.
 ATTRIBUTES = {"_schema", "_version", "_parameters", "_buffers", "_sequence_nr", "_op"}
 # These rooms are being rebuilt and still name some themselves.
-NOT_YET = {"attention", "checkpoint", "parallel", "rules", "tensor"}
+NOT_YET = {"checkpoint", "parallel", "rules", "tensor"}
 
 
 def private_names(source: str) -> set[str]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longmesh._torch import no_torch_functions
 from longmesh.attention.exchange.ulysses import HeadGroup
 from longmesh.attention.execute.driver import Task, run_backward, run_forward
 from longmesh.attention.execute.heads import KV, Q, by_head_groups
@@ -76,7 +77,7 @@ def _as_written(tensor: Tensor) -> Iterator[None]:
     """Ops run as they are written here, whatever autocast and function modes are on outside."""
     device = tensor.device.type
     cast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else None
-    with cast or contextlib.nullcontext(), torch._C.DisableTorchFunction():
+    with cast or contextlib.nullcontext(), no_torch_functions():
         yield
 
 

@@ -13,13 +13,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longmesh._torch import private_op
 from longmesh.attention.kernel.base import Need
 from longmesh.attention.kernel.lower import Tiling
 from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.attention.kernel.tiled import Shape, TiledKernel
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_flash = private_op("_scaled_dot_product_flash_attention_for_cpu.default", "the fused kernel on CPUs")
+_flash_backward = private_op(
+    "_scaled_dot_product_flash_attention_for_cpu_backward.default", "the fused kernel on CPUs"
+)
 
 
 class CpuFlash(TiledKernel):

@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longmesh._torch import private_op
 from longmesh.attention.kernel.base import Need
 from longmesh.attention.kernel.lower import Tiling
 from longmesh.attention.kernel.tiled import Shape, TiledKernel
 from longmesh.attention.mask.block import UNBOUNDED
 
-_aten = torch.ops.aten
+_GPU = "the fused kernels on GPUs"
+_flash_forward = private_op("_flash_attention_forward", _GPU)
+_flash_backward = private_op("_flash_attention_backward", _GPU)
+_efficient_forward = private_op("_scaled_dot_product_efficient_attention", _GPU)
+_efficient_backward = private_op("_scaled_dot_product_efficient_attention_backward", _GPU)
+_cudnn_forward = private_op("_scaled_dot_product_cudnn_attention", _GPU)
+_cudnn_backward = private_op("_scaled_dot_product_cudnn_attention_backward", _GPU)
 _EVERYTHING = 1 << 40
 _BANDS = Tiling(
     rows=_EVERYTHING,
@@ -71,7 +78,7 @@ class CudaFlash(TiledKernel):
     def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
         L, M = q_NXLD.shape[2], k_NXMD.shape[2]
         q, k, v = (t.transpose(1, 2) for t in (q_NXLD, k_NXMD, v_NXMD))
-        out, lse, *_ = _aten._flash_attention_forward(
+        out, lse, *_ = _flash_forward(
             q, k, v, None, None, L, M, 0.0, False, False, scale=shape.scale, **_window(shape, L, M)
         )
         return out.transpose(1, 2), lse
@@ -83,7 +90,7 @@ class CudaFlash(TiledKernel):
         L, M = q_NXLD.shape[2], k_NXMD.shape[2]
         rows = [t.transpose(1, 2) for t in (dout_NXLD, q_NXLD, k_NXMD, v_NXMD, out_NXLD)]
         random_state = torch.zeros(2, dtype=torch.uint64, device=q_NXLD.device)  # unread without dropout
-        dq, dk, dv = _aten._flash_attention_backward(
+        dq, dk, dv = _flash_backward(
             *rows, lse_NXL.contiguous(), None, None, L, M, 0.0, False, random_state, random_state[:0],
             scale=shape.scale, **_window(shape, L, M),
         )  # fmt: skip
@@ -115,7 +122,7 @@ class CudaEfficient(TiledKernel):
 
     def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
         k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)
-        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        out, lse, *_ = _efficient_forward(
             q_NXLD, k, v, _aligned(shape.mask, q_NXLD), True, 0.0, shape.causal, scale=shape.scale
         )
         return out, lse[:, :, : q_NXLD.shape[2]]
@@ -127,7 +134,7 @@ class CudaEfficient(TiledKernel):
         k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)
         lse = F.pad(lse_NXL, (0, -lse_NXL.shape[2] % 32), value=torch.inf)
         unread = torch.zeros((), dtype=torch.int64, device=q_NXLD.device)  # the dropout state
-        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        dq, dk, dv, _ = _efficient_backward(
             dout_NXLD, q_NXLD, k, v, _aligned(shape.mask, q_NXLD), out_NXLD, lse, unread, unread, 0.0,
             [True, True, True, False], shape.causal, scale=shape.scale,
         )  # fmt: skip
@@ -163,7 +170,7 @@ class CudaCudnn(TiledKernel):
 
     def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
         k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        out, lse, *_ = _cudnn_forward(
             q_NXLD, k, v, _aligned(shape.mask, q_NXLD), True, 0.0, shape.causal, False, scale=shape.scale
         )
         return out, lse.reshape(q_NXLD.shape[:3])
@@ -175,7 +182,7 @@ class CudaCudnn(TiledKernel):
         L, M = q_NXLD.shape[2], k_NXMD.shape[2]
         k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)
         unread = torch.zeros((), dtype=torch.int64, device=q_NXLD.device)  # the dropout state
-        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+        dq, dk, dv = _cudnn_backward(
             dout_NXLD, q_NXLD, k, v, out_NXLD, lse_NXL.unsqueeze(-1).contiguous(), unread, unread,
             _aligned(shape.mask, q_NXLD), None, None, L, M, 0.0, shape.causal, scale=shape.scale,
         )  # fmt: skip

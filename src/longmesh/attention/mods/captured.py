@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from longmesh._torch import write_count
+
 _MOST_BYTES = 1 << 24
 _PLAIN = (bool, int, float, complex, str)
 _HOLDERS = (Tensor, torch.nn.Module, types.FunctionType, list, tuple, dict)
@@ -41,7 +43,7 @@ def captured_state(fn: Callable) -> str:
 def _content(tensor: Tensor) -> bytes:
     """What changes with a tensor's elements: they themselves, if they are few and plain to read."""
     if type(tensor) is not Tensor or tensor.nbytes > _MOST_BYTES:
-        return repr((id(tensor), tensor._version)).encode()
+        return repr((id(tensor), write_count(tensor))).encode()
     elements = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return f"{tensor.dtype}{tuple(tensor.shape)}".encode() + elements.numpy().tobytes()
 

@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._ops import HigherOrderOperator
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from longmesh._torch import HigherOrderOperator, break_graph, never_compile_alone
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.errors import LongmeshError
 
@@ -79,7 +78,7 @@ class AttentionMode(TorchFunctionMode):
             )
         if torch.compiler.is_compiling() and isinstance(func, HigherOrderOperator):
             # Its functions would be traced without the mode. This way they are called, each a graph of its own.
-            torch._dynamo.graph_break("a higher order operator inside a scope of context parallelism")
+            break_graph("a higher order operator inside a scope of context parallelism")
         return func(*args, **kwargs)
 
     def _differentiate(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,6 +131,4 @@ def _needs_torch(roots: tuple[Any, ...], grads: tuple[Any, ...]) -> bool:
 
 # Traced as a part of what is called inside the mode, but never compiled by itself: Dynamo knows the function that such
 # a frame is given by its id, and getters of a tensor's properties are made for each access, so ids come again.
-set_code_exec_strategy(
-    AttentionMode.__torch_function__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-)
+never_compile_alone(AttentionMode.__torch_function__)
