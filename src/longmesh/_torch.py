@@ -224,6 +224,14 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def share_state(module: nn.Module, source: nn.Module) -> None:
+    """`module` has the parameters, buffers and children of `source` from now on, under the same names."""
+    module._parameters = source._parameters
+    module._buffers = source._buffers
+    module._modules = source._modules
+    module._non_persistent_buffers_set = source._non_persistent_buffers_set
+
+
 # -- torch's own DTensor, for the bridge to it -----------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from longmesh._torch import share_state
 from longmesh.errors import LongmeshError
 
 _TOKENS = 1024
@@ -70,10 +71,7 @@ class Tiled(nn.Module):
     def __init__(self, module: nn.Module, tile: int) -> None:
         super().__init__()
         # Not a child, which would put its name before those of the parameters: the two share what they hold.
-        self._parameters = module._parameters
-        self._buffers = module._buffers
-        self._modules = module._modules
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        share_state(self, module)
         self.__dict__["_inner"] = module
         self.tile = tile
         self.training = module.training
