@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longmesh.attention import ContextParallel, masks
+from longmesh.attention.scope.cut_mask import CutMask
+from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.errors import LongmeshError
+from longmesh.hf.mask_functions import mask_of
+from longmesh.hf.open_batch import current_batch, current_look
 
 NAME = "longmesh"
 
@@ -29,7 +34,7 @@ def register() -> None:
     """
     attention, mask = _interfaces()
     attention.register(NAME, attend)
-    mask.register(NAME, no_mask)
+    mask.register(NAME, mask_tensor)
 
 
 def _interfaces() -> tuple[Any, Any]:
@@ -73,14 +78,13 @@ def attend(
             position_bias=position_bias,
             **kwargs,
         )
-    if attention_mask is not None or position_bias is not None:
-        raise LongmeshError(
-            "a mask tensor or position bias over a cut sequence: the model would need this rank's part of it; give "
-            "padding and documents to hf.context_parallel(mesh, batch), which plans attention from them"
-        )
+    _refuse_unknown(module, {"position_bias": position_bias, **kwargs})
+    look = current_look()
+    if look is not None:
+        look.attention.append(module)
+        return token_by_token(query, key, value).transpose(1, 2).contiguous(), None
     refuse_reentrant_checkpoint()
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    engine = cut.engine(causal, window=sliding_window)
+    engine = _engine(cut, module, attention_mask, is_causal, sliding_window)
     out = engine(
         query,
         key,
@@ -92,6 +96,54 @@ def attend(
         dropout_seed=cut.common_seed() if dropout else None,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _engine(
+    cut: CutSequence, module: nn.Module, mask: Any, is_causal: bool | None, window: int | None
+) -> ContextParallel:
+    """The engine for a call's mask. A mask says all; without one, the module is causal as it is for sdpa."""
+    if isinstance(mask, CutMask):
+        return cut.engine_with(mask.mask)
+    if mask is not None:
+        raise LongmeshError(
+            "a mask tensor over a cut sequence: the model would need this rank's part of it; give padding and "
+            "documents to hf.context_parallel(mesh, batch), which plans attention from them"
+        )
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    return cut.engine(causal, window=window)
+
+
+# What models hand to attention that does not change it: it was used before, or speaks of the whole row.
+_NOT_ATTENTION = frozenset(
+    ("position_ids", "cache_position", "position_embeddings", "shift_labels", "num_items_in_batch")
+)
+
+
+def _refuse_unknown(module: nn.Module, given: dict[str, Any]) -> None:
+    names = [
+        name for name, value in given.items() if isinstance(value, Tensor) and name not in _NOT_ATTENTION
+    ]
+    if names:
+        raise LongmeshError(
+            f"{type(module).__name__} gives attention {', '.join(names)}, which over a cut sequence would be this "
+            "rank's part only: this model can't run in hf.context_parallel as it is"
+        )
+
+
+def attend_directly(
+    cut: CutSequence, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """F.scaled_dot_product_attention of a model that calls it by itself."""
+    if current_look() is not None:
+        return token_by_token(query, key, value)
+    return cut.attend(query, key, value, *args, **kwargs)
+
+
+def token_by_token(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """In place of attention while a model is looked at: depends on q, k and v of each token, and on no other token."""
+    heads = query.shape[1] // key.shape[1]
+    weight = query.float().sum(-1) + 2 * key.float().sum(-1).repeat_interleave(heads, 1)
+    return value.repeat_interleave(heads, 1) * (1 + weight.tanh()).to(value.dtype)[..., None]
 
 
 def _by_sdpa(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -108,30 +160,37 @@ def _capped(limit: float) -> Callable[..., Tensor]:
     return lambda score, b, h, q_idx, kv_idx: limit * torch.tanh(score / limit)
 
 
-def no_mask(
+def mask_tensor(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
     *args: Any,
+    mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    config: Any = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Any:
-    """transformers' mask function: none over a cut sequence, where the engine knows the mask; sdpa's elsewhere."""
+    """transformers' mask function: over a cut sequence what the mask means, elsewhere sdpa's tensor."""
     from transformers.masking_utils import sdpa_mask
 
     if current_cut() is None:
-        return sdpa_mask(*args, attention_mask=attention_mask, use_vmap=use_vmap, config=config, **kwargs)
-    if use_vmap:
-        raise LongmeshError(
-            "the model adds a mask function of its own, which sees this rank's indices; over a cut sequence give the "
-            "mask to hf.context_parallel(mesh, batch, mask=...)"
+        return sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            *args,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=allow_is_causal_skip,
+            device=device,
+            **kwargs,
         )
-    if getattr(config, "attention_chunk_size", None) is not None:
-        raise LongmeshError(
-            "chunked attention of the model over a cut sequence is not supported; give "
-            "mask=masks.chunked(n) to hf.context_parallel and unset attention_chunk_size"
-        )
-    if attention_mask is not None and not bool(attention_mask.all()):
+    if current_look() is None and attention_mask is not None and not bool(attention_mask.all()):
         raise LongmeshError(
             "a padding mask inside hf.context_parallel: pass it in the batch given to the scope, which cuts it"
         )
-    return None
+    mask = mask_of(mask_function, current_batch()) or masks.full()
+    if mask == masks.causal() and allow_is_causal_skip:
+        return None
+    return CutMask.of(mask, batch_size, q_length, device)

@@ -5,8 +5,9 @@ Pitfall: labels are shifted before the cut, since a token's successor may be on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention import Exchange, Layout, masks
 from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope
+from longmesh.hf.interface import attend_directly
+from longmesh.hf.loss import IGNORED, SharedLoss
+from longmesh.hf.open_batch import OpenBatch, set_batch
 from longmesh.hf.visible import visible
-
-_IGNORED = -100
+from longmesh.hf.watch import watch_models
 
 
 @contextmanager
@@ -44,8 +47,8 @@ def context_parallel(
     """
     ids: Tensor = batch["input_ids"]
     rows, seq_len = ids.shape
-    positions = batch.get("position_ids")
-    positions = torch.arange(seq_len, device=ids.device).expand(rows, -1) if positions is None else positions
+    given = batch.get("position_ids")
+    positions = torch.arange(seq_len, device=ids.device) if given is None else given
     positions = positions.expand(rows, -1)
     seen = visible(batch, positions, cu_seqlens)
     if mask is not None:
@@ -56,13 +59,21 @@ def context_parallel(
     part["input_ids"] = engine.shard(ids, 1)
     part["position_ids"] = engine.shard(positions, 1)
     labels = batch.get("labels")
+    handlers: dict[Callable[..., Any], Callable[..., Any]] = {
+        torch.nn.functional.scaled_dot_product_attention: partial(attend_directly, cut)
+    }
     if labels is not None:
-        following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
-        part["labels"] = engine.shard(labels, 1)
-        part["shift_labels"] = engine.shard(following, 1)
-        part["num_items_in_batch"] = (following != _IGNORED).sum()
-    mode = open_scope(cut)
+        following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        loss = SharedLoss(engine, labels, following)
+        part["labels"], part["shift_labels"] = loss.labels, loss.following
+        part["num_items_in_batch"] = loss.num_following
+        handlers[torch.nn.functional.cross_entropy] = loss
+    padding = batch.get("attention_mask")
+    whole = OpenBatch(cut, ids, positions=None if given is None else positions, padding=padding)
+    mode, before = open_scope(cut, handlers), set_batch(whole)
     try:
-        yield part
+        with watch_models(whole):
+            yield part
     finally:
+        set_batch(before)
         close_scope(mode)

@@ -32,6 +32,7 @@ from longmesh.attention.layout.given import Given
 from longmesh.attention.layout.named import layout_of
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.scope.cut_block_mask import CutBlockMask
+from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
@@ -84,6 +85,13 @@ class CutSequence:
             self._engines[key] = self._with_mask(own)
         return self._engines[key]
 
+    def engine_with(self, mask: Mask) -> ContextParallel:
+        """The engine for the mask of the sequence, and this one besides."""
+        key = {masks.causal(): "causal", masks.full(): None}.get(mask, mask)
+        if key not in self._engines:
+            self._engines[key] = self._with_mask(None if key is None else mask)
+        return self._engines[key]
+
     def engine_of(
         self, block_mask: BlockMask | None, first: tuple[int, int] = (0, 0), rows: int = 1
     ) -> ContextParallel:
@@ -129,7 +137,7 @@ class CutSequence:
     ) -> Tensor:
         """F.scaled_dot_product_attention over the whole sequence, of this rank's queries. Collective.
 
-        `attn_mask` covers the whole sequence: (..., seq_len, seq_len), or 1 where it broadcasts.
+        `attn_mask` covers the whole sequence: (..., seq_len, seq_len), or 1 where it broadcasts; or it is a CutMask.
         """
         self._check_lengths(query, key, value)
         if query.ndim >= 3:
@@ -156,12 +164,17 @@ class CutSequence:
         scale: float | None,
     ) -> Tensor:
         refuse_reentrant_checkpoint()
-        return self.engine(is_causal)(
+        engine, bias = self.engine(is_causal), None
+        if isinstance(attn_mask, CutMask):
+            engine = self.engine_with(attn_mask.mask)
+        elif attn_mask is not None:
+            bias = self._bias(attn_mask, q.dtype)
+        return engine(
             q,
             k,
             v,
             scale=scale,
-            bias=None if attn_mask is None else self._bias(attn_mask, q.dtype),
+            bias=bias,
             dropout_p=dropout_p,
             dropout_seed=self.common_seed() if dropout_p else None,
         )

@@ -16,7 +16,7 @@ and torch raises.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,21 +48,29 @@ _REFUSED_FUNCTIONS = frozenset((F.multi_head_attention_forward, torch.ops.higher
 _ENGINE = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 
 
+Handlers = Mapping[Callable[..., Any], Callable[..., Any]]
+
+
 class AttentionMode(TorchFunctionMode):
     """Inside, attention on tensors of `cut.num_tokens` tokens runs over the whole sequence.
 
-    Other lengths are left to the mode around this one, if there is one, else refused.
+    Other lengths are left to the mode around this one, if there is one, else refused. `handlers` replace functions.
     """
 
-    def __init__(self, cut: CutSequence, *, is_nested: bool = False) -> None:
+    def __init__(
+        self, cut: CutSequence, *, is_nested: bool = False, handlers: Handlers | None = None
+    ) -> None:
         super().__init__()
         self.cut = cut
         self._is_nested = is_nested
+        self._handlers = handlers or {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in self._handlers:
+            return self._handlers[func](*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             query = args[0] if args else kwargs["query"]
             if self._is_nested and query.shape[-2] != self.cut.num_tokens:

@@ -19,7 +19,7 @@ from longmesh.attention.layout.named import layout_of
 from longmesh.attention.layout.zigzag import Zigzag
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.scope.cut_sequence import CutSequence
-from longmesh.attention.scope.intercept import AttentionMode
+from longmesh.attention.scope.intercept import AttentionMode, Handlers
 from longmesh.comm import MeshComm, comm_of
 from longmesh.errors import LongmeshError
 
@@ -92,9 +92,10 @@ def engine_for(what: str, mesh: DeviceMesh, seq_len: int, layout: Layout | str |
     return cut_over(mesh, seq_len).lead
 
 
-def open_scope(cut: CutSequence) -> AttentionMode:
+def open_scope(cut: CutSequence, handlers: Handlers | None = None) -> AttentionMode:
+    """Begin a scope for this thread. `handlers`: functions of torch, and what to call instead of each."""
     state = _state.get()
-    mode = AttentionMode(cut, is_nested=bool(state.modes))
+    mode = AttentionMode(cut, is_nested=bool(state.modes), handlers=handlers)
     mode.__enter__()
     other = state.other_layout if cut.layout == Zigzag() else cut.layout
     _state.set(replace(state, modes=(*state.modes, mode), other_layout=other))

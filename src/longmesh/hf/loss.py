@@ -1,0 +1,85 @@
+"""A model's own cross entropy inside a scope: this rank's share of the mean over all labels.
+
+A model that averages its loss by itself averages over this rank's tokens, and one that shifts labels by itself misses
+the successor that is on another rank. Both are seen where they end: in F.cross_entropy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longmesh.attention.engine.context_parallel import ContextParallel
+from longmesh.errors import LongmeshError
+
+IGNORED = -100
+
+
+class SharedLoss:
+    """F.cross_entropy on the labels of an open scope. `labels`, `following`: whole, and as this rank's part."""
+
+    def __init__(self, engine: ContextParallel, labels: Tensor, following: Tensor) -> None:
+        self.labels, self.following = engine.shard(labels, 1), engine.shard(following, 1)
+        self.num_following = (following != IGNORED).sum()
+        self._num_labels = (labels != IGNORED).sum()
+
+    def __call__(
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = IGNORED,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        kwargs: dict[str, Any] = {
+            "weight": weight,
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+        }
+        if reduction != "mean" or size_average is not None or reduce is not None:
+            if not _is(target, self.following) and _is_shifted_here(target, self.labels):
+                target = self.following.reshape(target.shape)
+            return torch.nn.functional.cross_entropy(input, target, reduction=reduction, **kwargs)
+        target, count = self._known(target)
+        if weight is not None or ignore_index != IGNORED:
+            raise LongmeshError(
+                "a mean cross entropy with class weights or an ignore_index of its own inside hf.context_parallel: "
+                "compute the loss from the logits, with longmesh.attention.cut_cross_entropy"
+            )
+        total = torch.nn.functional.cross_entropy(input, target, reduction="sum", **kwargs)
+        return total / count.to(total.device)
+
+    def _known(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The targets as they are on the whole sequence, and how many of them count."""
+        if _is(target, self.following):
+            return target, self.num_following
+        if _is(target, self.labels):
+            return target, self._num_labels
+        if _is_shifted_here(target, self.labels):
+            return self.following.reshape(target.shape), self.num_following
+        raise LongmeshError(
+            f"a mean cross entropy on {target.numel()} targets inside hf.context_parallel, which are not this rank's "
+            f"{self.labels.numel()} labels: a mean over this rank's part would be wrong; compute the loss from the "
+            "logits, with longmesh.attention.cut_cross_entropy"
+        )
+
+
+def _is(target: Tensor, labels: Tensor) -> bool:
+    """Whether these are the labels, in their order: the same memory."""
+    return (
+        target.numel() == labels.numel()
+        and target.untyped_storage().data_ptr() == labels.untyped_storage().data_ptr()
+    )
+
+
+def _is_shifted_here(target: Tensor, labels: Tensor) -> bool:
+    """Whether these are the labels shifted by one within this rank's part."""
+    if target.numel() != labels.numel():
+        return False
+    here = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return bool((target.flatten() == here.flatten()).all())

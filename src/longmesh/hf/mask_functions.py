@@ -1,0 +1,60 @@
+"""transformers' mask functions as masks of ours. The one place that looks inside transformers' closures.
+
+transformers builds a model's mask as nested functions of (batch, head, query, key) indices, over indices of the
+tokens that the model sees: over a cut sequence this rank's. Each is known here by its name and by what it captured, and
+becomes a mask in global positions. What is not known is refused.
+
+    and_masks(sliding_window_overlay(9), causal_mask_function)   ->   sliding_window(8, ...) & causal()
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from longmesh.attention import UNBOUNDED, masks
+from longmesh.errors import LongmeshError
+from longmesh.hf.open_batch import OpenBatch
+
+
+def mask_of(function: Callable[..., Any], batch: OpenBatch | None) -> masks.Mask | None:
+    """The mask that a mask function of transformers stands for, None if it hides nothing that the scope does not."""
+    name = getattr(function, "__qualname__", repr(function)).partition(".")[0]
+    captured = inspect.getclosurevars(function).nonlocals if hasattr(function, "__closure__") else {}
+    match name:
+        case "causal_mask_function":
+            return masks.causal()
+        case "bidirectional_mask_function":
+            return masks.full()
+        case "and_masks" | "or_masks":
+            parts = [mask_of(part, batch) for part in captured["mask_functions"]]
+            known = [part for part in parts if part is not None]
+            return (
+                functools.reduce(operator.and_ if name == "and_masks" else operator.or_, known)
+                if known
+                else None
+            )
+        case "sliding_window_overlay":
+            return masks.sliding_window(captured["sliding_window"] - 1, UNBOUNDED)
+        case "sliding_window_bidirectional_overlay":
+            return masks.sliding_window(captured["sliding_window"], captured["sliding_window"])
+        case "chunked_overlay":
+            return _chunks(captured["chunk_size"], () if batch is None else batch.left_padding)
+        case "packed_sequence_mask_function":
+            return None  # found in this rank's positions; the scope found the documents in all of them
+    raise LongmeshError(
+        f"the model adds a mask function of its own ({name}), which sees this rank's indices; over a cut sequence give "
+        "the mask to hf.context_parallel(mesh, batch, mask=...)"
+    )
+
+
+def _chunks(size: int, left_padding: tuple[int, ...]) -> masks.Mask:
+    """Chunks of a row begin at its first token that is not padding."""
+    if not any(left_padding):
+        return masks.chunked(size, within=masks.full())
+    raise LongmeshError(
+        "chunked attention and padding on the left: pad on the right, where chunks begin at a row's first token"
+    )

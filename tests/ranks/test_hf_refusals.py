@@ -1,0 +1,101 @@
+"""What can't be cut is refused before its first step, by name, on every rank; nothing runs and hopes."""
+
+import pytest
+import torch
+
+from longmesh import hf
+from longmesh.attention import masks
+from longmesh.attention.scope.cut_mask import CutMask
+from longmesh.errors import LongmeshError
+from longmesh.testing import cpu_mesh
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS = {**SMALL, "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64}
+
+
+def make_config(kind: str):
+    import transformers as t
+
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    return {
+        "mamba": lambda: t.MambaConfig(**SMALL, state_size=8),
+        "lfm2": lambda: t.Lfm2Config(**HEADS, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+        "qwen3_next": lambda: t.Qwen3NextConfig(
+            **HEADS,
+            num_key_value_heads=2,
+            head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+        ),
+        "bloom": lambda: t.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4),
+        "codegen": lambda: t.CodeGenConfig(
+            vocab_size=61, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64
+        ),
+        "bart": lambda: t.BartConfig(
+            vocab_size=61, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48
+        ),
+        "roberta": lambda: t.RobertaConfig(**HEADS, is_decoder=True),
+        "dynamic rope": lambda: t.LlamaConfig(**HEADS, rope_parameters=dynamic),
+        "router loss": lambda: t.MixtralConfig(
+            **HEADS, num_key_value_heads=2, num_local_experts=2, output_router_logits=True
+        ),
+    }[kind]()
+
+
+def refusal(ranks: int, kind: str) -> str:
+    from transformers import AutoModelForCausalLM
+
+    hf.register()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_config(kind), attn_implementation="longmesh")
+    ids = torch.randint(3, 61, (2, 37), generator=torch.Generator().manual_seed(1))
+    try:
+        with hf.context_parallel(cpu_mesh(ranks), {"input_ids": ids, "labels": ids}) as part:
+            model(**part, use_cache=False)
+    except LongmeshError as error:
+        assert all(module.training for module in model.modules()) == model.training
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("mamba", ["can't cut MambaForCausalLM", "MambaMixer", "a recurrent layer"]),
+        ("lfm2", ["can't cut Lfm2ForCausalLM", "Conv"]),
+        ("qwen3_next", ["can't cut Qwen3NextForCausalLM", "Qwen3NextGatedDeltaNet"]),
+        ("bloom", ["can't cut BloomForCausalLM"]),
+        ("codegen", ["can't cut CodeGenForCausalLM", "CodeGenAttention", "computes with its attention mask"]),
+        ("bart", ["can't cut BartForCausalLM", "positions that are counted"]),
+        ("roberta", ["can't cut RobertaForCausalLM without position_ids", "give position_ids in the batch"]),
+        ("dynamic rope", ["LlamaRotaryEmbedding", "rope_type 'dynamic'", "this rank's largest position"]),
+        ("router loss", ["MixtralForCausalLM made an auxiliary loss", "output_router_logits=False"]),
+    ],
+)
+def test_what_mixes_tokens_by_itself_is_refused_by_name(pool, kind, parts):
+    for text in pool.run(refusal, 2, kind, ranks=2):
+        for part in parts:
+            assert part in text
+
+
+def test_a_mask_that_stands_for_the_whole_one_can_be_handed_on_and_nothing_else():
+    mask = CutMask.of(masks.sliding_window(3), rows=2, tokens=5, device="cpu")
+    assert mask.shape == (2, 1, 5, 5)
+    for same in (mask[:, :, :, :9], mask.to("cpu"), mask.expand(2, 4, 5, 5), mask[..., :5].contiguous()):
+        assert isinstance(same, CutMask)
+        assert same.mask == masks.sliding_window(3)
+    for call in (
+        lambda: mask + 1.0,
+        lambda: mask[:, :, :, :3],
+        lambda: torch.where(mask, 0.0, 1.0),
+        lambda: mask.all(),
+    ):
+        with pytest.raises(LongmeshError, match="the model computes with its attention mask"):
+            call()
