@@ -10,9 +10,10 @@ from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
 from longmesh.train import TrainOptions, train
 from longmesh.train.data import Corpus
-from longmesh.train.loop import build, load_state
+from longmesh.train.loop import build
 from longmesh.train.parallel import make_axes, slice_mesh
 from longmesh.train.progress import say_nothing
+from longmesh.train.state import load_state, open_checkpoints
 
 STEPS = 6
 SIZES = {"seq_len": 251, "batch": 2, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -26,7 +27,7 @@ def run(mesh_shape, told):
     record = train(options, axes, Corpus(0), say_nothing)
     model, optimizer = build(options, axes)
     more = TrainOptions(data=data, context=context, tensor=tensor, **{**told, "steps": options.steps + 1})
-    assert load_state(options.out, model, optimizer, more) == record.losses
+    assert load_state(open_checkpoints(options.out, more), model, optimizer, more) == record.losses
     weights = {
         name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.state_dict().items()
     }
@@ -91,7 +92,7 @@ def resume_wrongly(out, changes):
     options = TrainOptions(**{**SIZES, "steps": 9, **changes})
     axes = slice_mesh(cpu_mesh(1, 2, 1, names=("data", "context", "tensor")))
     with pytest.raises(LongmeshError) as error:
-        load_state(out, *build(options, axes), options)
+        load_state(open_checkpoints(out, options), *build(options, axes), options)
     return str(error.value)
 
 
@@ -106,7 +107,8 @@ def test_a_checkpoint_of_another_run_is_refused(pool, tmp_path):
         texts = pool.run(resume_wrongly, out, changes, ranks=2)
         assert texts == [text, text]
     (text, _) = pool.run(resume_wrongly, str(tmp_path / "nowhere"), {}, ranks=2)
-    assert "nowhere" in text
+    place = tmp_path / "nowhere" / "checkpoint"
+    assert text == f"there is no checkpoint in {place}; leave out --resume to begin a new run"
 
 
 def meet(kind):

@@ -4,6 +4,7 @@
     load(state, "run/step-100")                         # every rank reads what it is to hold
     save_safetensors(model.state_dict(), "model.safetensors")
     load_safetensors(state, "model.safetensors")
+    Directory("run").save(state, step)                  # beside the training; the last few steps stay
 
 The format of `save` is torch.distributed.checkpoint's: its `load` reads ours and ours reads its. A save replaces what
 was there in one step when all is written: cut off before, it leaves the previous checkpoint as it was. All ranks
@@ -11,5 +12,7 @@ call these functions, with a file system that all of them see; without a process
 """
 
 from longmesh.checkpoint.api import load, load_safetensors, save, save_safetensors
+from longmesh.checkpoint.keeping import Directory
+from longmesh.checkpoint.lock import DirectoryLock
 
-__all__ = ["load", "load_safetensors", "save", "save_safetensors"]
+__all__ = ["Directory", "DirectoryLock", "load", "load_safetensors", "save", "save_safetensors"]

@@ -99,7 +99,7 @@ def load_safetensors(state_dict: dict[str, Any], path: _PathLike) -> None:
 
 
 def _save(state_dict: dict[str, Any], target: Path, writer: Any, planner: SavePlanner) -> None:
-    with _told_clearly(f"saving {target}"):
+    with told_clearly(f"saving {target}"):
         try:
             dcp.save(state_dict, storage_writer=writer, planner=planner)
         except CheckpointException:
@@ -109,12 +109,12 @@ def _save(state_dict: dict[str, Any], target: Path, writer: Any, planner: SavePl
 
 
 def _load(state_dict: dict[str, Any], path: Path, reader: Any) -> None:
-    with _told_clearly(f"loading {path}"):
+    with told_clearly(f"loading {path}"):
         dcp.load(state_dict, storage_reader=reader, planner=LoadPlanner(str(path), reader))
 
 
 @contextlib.contextmanager
-def _told_clearly(doing: str) -> Iterator[None]:
+def told_clearly(doing: str) -> Iterator[None]:
     """One error for what failed on some ranks, the same on all of them."""
     try:
         with warnings.catch_warnings():

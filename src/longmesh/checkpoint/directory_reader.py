@@ -26,7 +26,7 @@ from longmesh.checkpoint.description import read_description
 from longmesh.checkpoint.directory_writer import CHECKSUMS, MARK, METADATA
 from longmesh.checkpoint.inside import find_inside
 from longmesh.checkpoint.pickled import NotPlain
-from longmesh.checkpoint.pieces import Allowed, Part, Refused, read_piece
+from longmesh.checkpoint.pieces import Allowed, Part, Refused, check_archive, read_piece
 from longmesh.errors import CheckpointError
 
 _BLOCK = 1 << 20
@@ -198,17 +198,27 @@ def check_piece(
         )
 
 
-def find_damage(path: Path) -> Iterator[str]:
-    """What is wrong with a checkpoint, from its description to every byte of its pieces."""
+def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
+    """What is wrong with a checkpoint, from its description to every byte of its pieces.
+
+    `share` (number, of how many) says which of its files are read.
+    """
     try:
         metadata, checksums = read_whole_description(path)
         infos = sorted(metadata.storage_data.values(), key=lambda info: (info.relative_path, info.offset))
-        for name, pieces in groupby(infos, key=lambda info: info.relative_path):
+        files = [(name, list(pieces)) for name, pieces in groupby(infos, key=lambda info: info.relative_path)]
+        for name, pieces in files[share[0] :: share[1]]:
             with open(find_inside(path, name), "rb") as file:
                 for info in pieces:
                     check_piece(path, file, info, checksums)
+                    if checksums is None:
+                        part = cast("IO[bytes]", Part(file, info.offset, info.length))
+                        check_archive(part, check_crc=True)
     except CheckpointError as error:
-        yield str(error)
+        text = str(error)
+        yield text if str(path) in text else f"checkpoint {path} is damaged: {text}"
+    except OSError as error:
+        yield f"checkpoint {path} can't be read: {error.strerror or error}"
 
 
 def _checksum(file: IO[bytes], info: _StorageInfo) -> int:

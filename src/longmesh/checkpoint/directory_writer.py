@@ -11,7 +11,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from longmesh.checkpoint.disk import check_room, writing
 from longmesh.checkpoint.replace import backup_path, remove, replace_with_staged, staging_path
 from longmesh.errors import CheckpointError
 
@@ -38,28 +39,34 @@ class DirectoryWriter(FileSystemWriter):
     def __init__(self, target: Path) -> None:
         super().__init__(staging_path(target))
         self._target = target
+        self._needed_bytes: int | None = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        prepare_directory(self._target, is_ours=lambda name: bool(_OURS.fullmatch(name)))
+        needed = self._needed_bytes = sum(map(num_bytes, plans))
+        with writing(self._target, needed):
+            prepare_directory(self._target, is_ours=lambda name: bool(_OURS.fullmatch(name)))
+            check_room(self._target, needed)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """One piece in memory at a time (torch's own writer keeps every copy it makes until the end)."""
-        results: list[WriteResult] = []
-        name = f"{plan.storage_data.prefix}0.distcp"
-        if plan.items:
-            with open(Path(self.path) / name, "wb") as file:
-                results += [_write_item(file, name, item, planner) for item in plan.items]
-                file.flush()
-                os.fsync(file.fileno())
+        pieces = ((item, planner.resolve_data(item)) for item in plan.items)
+        with writing(self._target, num_bytes(plan)):
+            results = write_pieces(Path(self.path), plan.storage_data.prefix, pieces)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with writing(self._target, self._needed_bytes):
+            self.describe(metadata, results)
+            replace_with_staged(self._target)
+
+    def describe(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the description and the checksums of what lies in the staging directory."""
         checksums: dict[str, dict[str, int]] = {}
         for result in (result for per_rank in results for result in per_rank):
             info, checksum = result.storage_data
@@ -69,10 +76,17 @@ class DirectoryWriter(FileSystemWriter):
         described = zlib.crc32((Path(self.path) / METADATA).read_bytes())
         text = json.dumps({METADATA: described, "crc32": checksums})
         (Path(self.path) / CHECKSUMS).write_text(text)
-        replace_with_staged(self._target)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=str(self._target), save_id=self.save_id, modules=[MARK])
+
+
+def num_bytes(plan: SavePlan) -> int:
+    """How much the tensors of a plan take; other values are not counted."""
+    chunks = (
+        (item.tensor_data.chunk, item.tensor_data.properties) for item in plan.items if item.tensor_data
+    )
+    return sum(chunk.sizes.numel() * properties.dtype.itemsize for chunk, properties in chunks)
 
 
 def prepare_directory(target: Path, *, is_ours: Callable[[str], bool]) -> None:
@@ -92,30 +106,57 @@ def prepare_directory(target: Path, *, is_ours: Callable[[str], bool]) -> None:
     staging_path(target).mkdir()
 
 
+def write_pieces(directory: Path, prefix: str, pieces: Iterable[tuple[WriteItem, Any]]) -> list[WriteResult]:
+    """Write a rank's pieces to its file, one after the other, and bring them to the disk."""
+    name = f"{prefix}0.distcp"
+    results: list[WriteResult] = []
+    file: IO[bytes] | None = None
+    try:
+        for item, data in pieces:
+            file = file or open(directory / name, "wb")  # noqa: SIM115 - closed below; none without pieces
+            results.append(_write_item(file, name, item, data))
+        if file is not None:
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        if file is not None:
+            file.close()
+    return results
+
+
 class _Checked:
-    """A file that is written to, and the CRC-32 of what is written."""
+    """A file that is written to, the CRC-32 of what is written, and what went wrong."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.checksum = 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.checksum = zlib.crc32(data, self.checksum)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
 
 
-def _write_item(file: IO[bytes], name: str, item: WriteItem, planner: Any) -> WriteResult:
+def _write_item(file: IO[bytes], name: str, item: WriteItem, data: Any) -> WriteResult:
     start = file.tell()
     checked = _Checked(file)
-    data = planner.resolve_data(item)
     if isinstance(data, torch.Tensor):
         own = data.detach().to("cpu")
         # torch.save writes the whole storage that a view lies in.
         is_view = own.untyped_storage().nbytes() != own.numel() * own.element_size()
-        torch.save(own.clone() if is_view else own, cast("IO[bytes]", checked))
+        try:
+            torch.save(own.clone() if is_view else own, cast("IO[bytes]", checked))
+        except RuntimeError:
+            if checked.error is not None:  # torch tells of positions in its archive
+                raise checked.error from None
+            raise
     else:
         checked.write(data.getbuffer())
     length = file.tell() - start

@@ -68,7 +68,7 @@ def check_allowed(allow: Allowed) -> None:
 
 def read_piece(file: IO[bytes], *, allow: Allowed = (), check_crc: bool) -> Any:
     """The value that `torch.save` wrote to `file`. Raises Refused, naming the class, before anything of it runs."""
-    _check_archive(file, check_crc=check_crc)
+    check_archive(file, check_crc=check_crc)
     file.seek(0)
     with _allowed(allow), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected pickle protocol")  # it is refused, by name
@@ -78,7 +78,7 @@ def read_piece(file: IO[bytes], *, allow: Allowed = (), check_crc: bool) -> Any:
             raise Refused(_describe_refusal(file, str(error))) from error
 
 
-def _check_archive(file: IO[bytes], *, check_crc: bool) -> None:
+def check_archive(file: IO[bytes], *, check_crc: bool) -> None:
     """Every entry as it is in the file, none compressed: so none is larger than what is there."""
     size = file.seek(0, 2)
     file.seek(0)

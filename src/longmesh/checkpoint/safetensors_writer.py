@@ -22,10 +22,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from longmesh.checkpoint.directory_writer import prepare_directory
+from longmesh.checkpoint.directory_writer import num_bytes, prepare_directory
+from longmesh.checkpoint.disk import check_room, writing
 from longmesh.checkpoint.replace import remove, replace_with_staged, staging_path
 from longmesh.checkpoint.safetensors_format import (
     INDEX,
+    FilePlan,
     Sizes,
     TensorPlace,
     make_index,
@@ -58,19 +60,24 @@ class SafetensorsWriter(StorageWriter):
         files, self._places = plan_files(
             _sizes(plans), max_file_bytes=self._max_file_bytes, file_name=self._target.name
         )
-        staged = staging_path(self._target)
+        needed = sum(file.num_bytes for file in files)
+        with writing(self._target, needed):
+            self._make_files(files)
+            check_room(self._target, needed)
+        return [replace(plan, storage_data=self._places) for plan in plans]
+
+    def _make_files(self, files: list[FilePlan]) -> None:
         if self._max_file_bytes is None:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             if self._target.is_dir():
                 raise CheckpointError(f"{self._target} is a directory; give the path of a file")
-            remove(staged)
+            remove(staging_path(self._target))
         else:
             prepare_directory(self._target, is_ours=lambda name: bool(_OURS.fullmatch(name)))
         for file in files:
             with open(self._staged(file.name), "wb") as handle:
                 handle.write(file.header)
                 handle.truncate(file.num_bytes)
-        return [replace(plan, storage_data=self._places) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         written: list[WriteResult] = []
@@ -78,7 +85,8 @@ class SafetensorsWriter(StorageWriter):
             assert item.tensor_data is not None
             place, chunk = plan.storage_data[item.index.fqn], item.tensor_data.chunk
             tensor: torch.Tensor = planner.resolve_data(item)
-            _write_box(self._staged(place.file), place, chunk, tensor)
+            with writing(self._target, num_bytes(plan)):
+                _write_box(self._staged(place.file), place, chunk, tensor)
             written.append(WriteResult(item.index, tensor.numel() * tensor.element_size(), None))
         done: Future[list[WriteResult]] = Future()
         done.set_result(written)
@@ -87,9 +95,10 @@ class SafetensorsWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         for file in {place.file for place in self._places.values()}:
             read_header(self._staged(file))
-        if self._max_file_bytes is not None:
-            self._staged(INDEX).write_text(make_index(self._places))
-        replace_with_staged(self._target)
+        with writing(self._target, sum(place.num_bytes for place in self._places.values())):
+            if self._max_file_bytes is not None:
+                self._staged(INDEX).write_text(make_index(self._places))
+            replace_with_staged(self._target)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -52,6 +52,8 @@ def add_parser(commands: Any) -> None:
         ("kv-heads", "key heads (default 2)"),
         ("seed", "of the weights and of the order of documents (default 0)"),
         ("save-every", "steps from checkpoint to checkpoint (default: only one, at the end)"),
+        ("keep", "checkpoints that stay, the newest (default 3)"),
+        ("keep-every", "keep those whose step it divides, too (default: none)"),
     ]
     for name, text in sizes:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
@@ -72,6 +74,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--out", metavar="DIR", help="checkpoint, figures and page (default longmesh-train)")
     parser.add_argument("--resume", metavar="DIR", help="go on from another run's --out, on any mesh")
     parser.add_argument("--baseline", metavar="DIR", help="compare with another run's --out")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="use --out though another run seems to: if you know that it has ended",
+    )
     parser.add_argument(
         "--compare", action="store_true", help="first run the same in one process, then compare with it"
     )

@@ -3,6 +3,7 @@
 from longmesh.comm.execute import run_plan
 from longmesh.comm.groups import AxisGroup, MeshComm, comm_of
 from longmesh.comm.record import CommEvent, CommLog, CommObserver, observe_comm, record_comm
+from longmesh.comm.world import World
 
 __all__ = [
     "AxisGroup",
@@ -10,6 +11,7 @@ __all__ = [
     "CommLog",
     "CommObserver",
     "MeshComm",
+    "World",
     "comm_of",
     "observe_comm",
     "record_comm",

@@ -172,6 +172,11 @@ def note(
     return event
 
 
+def wait(out: torch.Tensor) -> torch.Tensor:
+    """What a collective that was started with wait=False gives; what is no such result is returned as it is."""
+    return _ops.wait_tensor(out)
+
+
 def _wait(out: torch.Tensor, kind: str, group: AxisGroup, event: CommEvent | None) -> torch.Tensor:
     """Wait for a collective and tell the observers; a failure says what every rank was doing."""
     start = 0.0 if event is None else time.perf_counter()

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
+from longmesh.checkpoint import DirectoryLock
 from longmesh.errors import LongmeshError
 from longmesh.train.data import Corpus
 from longmesh.train.guard import guarded
@@ -28,7 +29,7 @@ def main(arguments: str) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     is_first = dist.get_rank() == 0
-    problem, corpus, baseline = prepare(options, is_first)
+    problem, corpus, baseline, lock = prepare(options, is_first)
     axes = make_axes(options, corpus.digest if corpus else "", problem, device)
     assert corpus is not None, "without a corpus there is a problem"
     title = f"{axes.world.size()} ranks" if axes.world.size() > 1 else "one process"
@@ -40,18 +41,21 @@ def main(arguments: str) -> None:
         summary = summarize(record, options, axes)
     if is_first:
         print(write_report(summary, baseline, record.plan, options), flush=True)
+    if lock is not None:
+        lock.release()
     dist.destroy_process_group()
 
 
 def prepare(
     options: TrainOptions, is_first: bool
-) -> tuple[LongmeshError | None, Corpus | None, Summary | None]:
-    """What this rank needs beside the others, or why it can't start."""
+) -> tuple[LongmeshError | None, Corpus | None, Summary | None, DirectoryLock | None]:
+    """What this rank needs beside the others, or why it can't start. The first rank gets the directory for itself."""
     try:
         baseline = read_summary(options) if is_first and options.baseline is not None else None
-        return None, Corpus(options.seed), baseline
+        lock = DirectoryLock(options.out, force=options.force) if is_first else None
+        return None, Corpus(options.seed), baseline, lock
     except LongmeshError as error:
-        return error, None, None
+        return error, None, None, None
 
 
 if __name__ == "__main__":

@@ -6,29 +6,25 @@ checkpoint of one mesh goes on on another, and the losses are those of one proce
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import AdamW
 
-from longmesh import checkpoint
 from longmesh.attention import AttentionPlan, PackedDocuments, cut_cross_entropy
 from longmesh.attention.tokens.packing import IGNORED
 from longmesh.comm import CommEvent, CommObserver, observe_comm
-from longmesh.errors import LongmeshError
 from longmesh.train.data import Corpus
 from longmesh.train.guard import Guard
 from longmesh.train.model import Transformer
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import Axes, cut_model, sum_gradients, take_part
 from longmesh.train.progress import StepRecord
+from longmesh.train.state import load_state, open_checkpoints, save_state
 
 WARMUP_STEPS = 5
 UNGUARDED = Guard()
@@ -62,8 +58,13 @@ def train(
 ) -> RunRecord:
     """Train to `options.steps`, show each step and leave a checkpoint. Collective: every rank of the mesh."""
     model, optimizer = build(options, axes)
+    checkpoints = open_checkpoints(options.out, options)
     with guard.section("load"):
-        losses = [] if options.resume is None else load_state(options.resume, model, optimizer, options)
+        losses: list[float] = []
+        if options.resume is not None:
+            is_own = Path(options.resume).resolve() == Path(options.out).resolve()
+            source = checkpoints if is_own else open_checkpoints(options.resume, options)
+            losses = load_state(source, model, optimizer, options)
     record, clock = RunRecord(losses), WaitClock()
     sequences = corpus.steps(options.seq_len, options.batch, first=len(losses))
     with observe_comm(clock):
@@ -76,10 +77,13 @@ def train(
             took = time.perf_counter() - start
             record.steps.append(StepRecord(step, loss, took, clock.seconds - waited))
             show(record.steps[-1])
+            checkpoints.poll()
             is_last = step + 1 == options.steps
             if is_last or (options.save_every and (step + 1) % options.save_every == 0):
                 with guard.section("save"):
-                    save_state(options.out, model, optimizer, options, losses)
+                    save_state(checkpoints, model, optimizer, options, losses)
+        with guard.section("save"):
+            checkpoints.flush()
     return record
 
 
@@ -107,43 +111,3 @@ def run_step(
     optimizer.step()
     optimizer.zero_grad()
     return loss_sum, plan
-
-
-# -- checkpoints -------------------------------------------------------------------------------------
-
-
-def save_state(
-    out: str, model: nn.Module, optimizer: AdamW, options: TrainOptions, losses: list[float]
-) -> None:
-    """Replace the checkpoint of `out`. Collective: every rank of the world."""
-    state = collect_state(model, optimizer) | {"run": json.dumps({"losses": losses, "curve": options.curve})}
-    checkpoint.save(state, Path(out, "checkpoint"))
-
-
-def load_state(out: str, model: nn.Module, optimizer: AdamW, options: TrainOptions) -> list[float]:
-    """Go on from the checkpoint of `out`; the losses so far. Collective: every rank of the world."""
-    path, described = Path(out, "checkpoint"), {"run": ""}
-    checkpoint.load(described, path)
-    run = json.loads(described["run"])
-    differing = options.describe_differences(run["curve"])
-    if differing:
-        raise LongmeshError(f"{out} was trained with {differing}; a resumed run must be told the same")
-    if len(run["losses"]) >= options.steps:
-        raise LongmeshError(
-            f"{out} has {len(run['losses'])} steps already and steps={options.steps} were asked for; give more to go on"
-        )
-    checkpoint.load(collect_state(model, optimizer), path)
-    return run["losses"]
-
-
-def collect_state(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
-    """Parameters and the optimizer's memory of each, by name; made if there was no step yet."""
-    state: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
-        memory = optimizer.state[parameter]
-        if not memory:
-            memory["step"] = torch.zeros(())
-            memory["exp_avg"], memory["exp_avg_sq"] = (torch.zeros_like(parameter.detach()) for _ in range(2))
-        state[f"model.{name}"] = parameter.detach()
-        state |= {f"optimizer.{name}.{key}": value for key, value in memory.items()}
-    return state

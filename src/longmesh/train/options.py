@@ -30,6 +30,9 @@ class TrainOptions:
     learning_rate: float = 3e-3
     seed: int = 0
     save_every: int = 0
+    keep: int = 3
+    keep_every: int = 0
+    force: bool = False
     out: str = "longmesh-train"
     resume: str | None = None
     baseline: str | None = None
@@ -40,6 +43,9 @@ class TrainOptions:
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise LongmeshError(f"{name}={getattr(self, name)}: give at least 1")
+        for name, least in (("keep", 1), ("keep_every", 0)):
+            if getattr(self, name) < least:
+                raise LongmeshError(f"{name}={getattr(self, name)}: give {least} or more")
         if not 0 < self.timeout < float("inf"):
             raise LongmeshError(f"timeout={self.timeout:g}: give a positive number of seconds")
         if self.mask not in MASKS:

@@ -15,6 +15,8 @@ UNEVEN_BATCH = "batch=3: each of the data=2 groups takes the same number of sequ
     [
         ({"steps": 0}, "steps=0: give at least 1"),
         ({"context": -1}, "context=-1: give at least 1"),
+        ({"keep": 0}, "keep=0: give 1 or more"),
+        ({"keep_every": -1}, "keep_every=-1: give 0 or more"),
         ({"timeout": float("nan")}, "timeout=nan: give a positive number of seconds"),
         ({"mask": "window"}, "mask='window' is not known; use one of documents, causal"),
         ({"dim": 100, "heads": 8}, ODD_HEADS),
@@ -52,7 +54,7 @@ def test_the_command_lines_options_are_the_trainers():
         "layers",
         "heads",
     ]
-    numbers += ["kv-heads", "seed", "save-every"]
+    numbers += ["kv-heads", "seed", "save-every", "keep", "keep-every"]
     words = {
         "learning-rate": "0.1",
         "timeout": "60",
@@ -63,7 +65,7 @@ def test_the_command_lines_options_are_the_trainers():
         "baseline": "c",
     }
     arguments = [f"--{name}=2" for name in numbers] + [f"--{name}={value}" for name, value in words.items()]
-    given = make_parser().parse_args(["train", "--compare", *arguments])
+    given = make_parser().parse_args(["train", "--compare", "--force", *arguments])
     told = {k: v for k, v in vars(given).items() if k not in ("command", "ranks", "threads", "compare")}
     options = TrainOptions(**{**told, "dim": 16})
     assert (options.seq_len, options.kv_heads, options.learning_rate) == (2, 2, 0.1)

@@ -1,0 +1,63 @@
+"""The generations of a run's checkpoints: their names, which of them stay, and what a killed save has left.
+
+step-00000100             whole: it got this name when all of it was on disk
+.step-00000200.saving     being written, or left by a save that was killed
+.step-00000050.removing   being removed, or left by a removal that was killed
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from longmesh.checkpoint.replace import remove
+from longmesh.errors import LongmeshError
+
+_NAME = re.compile(r"step-(\d{8,})")
+_GARBAGE = re.compile(r"\.step-\d{8,}\.(saving|removing)")
+_REPLACED = re.compile(r"\.(step-\d{8,})\.previous")
+
+
+def generation_path(root: Path, step: int) -> Path:
+    if step < 0:
+        raise LongmeshError(f"step={step}: a checkpoint's step is 0 or more")
+    return root / f"step-{step:08}"
+
+
+def list_steps(root: Path) -> list[int]:
+    """The steps that have a checkpoint, oldest first; none if there is no directory."""
+    try:
+        names = os.listdir(root)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(found.group(1)) for found in map(_NAME.fullmatch, names) if found)
+
+
+def choose_removed(steps: Iterable[int], *, newest: int, keep: int, keep_every: int) -> list[int]:
+    """Which of `steps` go after `newest` was saved: all but the last `keep` and those that `keep_every` divides.
+
+    Steps beyond `newest` stay: they are of a run that got further, and not ours to judge.
+    """
+    past = sorted(step for step in steps if step <= newest)
+    return [step for step in past[:-keep] if not (keep_every and step % keep_every == 0)]
+
+
+def remove_generation(root: Path, step: int) -> None:
+    """Remove a checkpoint: it is gone in one step, and a removal that is cut off leaves no part with its name."""
+    path = generation_path(root, step)
+    leaving = root / f".{path.name}.removing"
+    remove(leaving)
+    os.rename(path, leaving)
+    remove(leaving)
+
+
+def remove_garbage(root: Path) -> None:
+    """Remove what killed saves and removals have left. Only for the one run that writes there."""
+    for entry in list(root.iterdir()):
+        replaced = _REPLACED.fullmatch(entry.name)
+        if replaced and not (root / replaced.group(1)).exists():
+            os.rename(entry, root / replaced.group(1))  # cut off between the two renames of a replacement
+        elif replaced or _GARBAGE.fullmatch(entry.name):
+            remove(entry)

@@ -1,0 +1,254 @@
+"""A directory of checkpoints: the last few steps are always there, whatever happens while one is saved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from longmesh.checkpoint.api import load
+from longmesh.checkpoint.background import Job, commit, write_part
+from longmesh.checkpoint.buffers import Buffers
+from longmesh.checkpoint.directory_reader import find_damage
+from longmesh.checkpoint.disk import check_room, writing
+from longmesh.checkpoint.generations import (
+    choose_removed,
+    generation_path,
+    list_steps,
+    remove_garbage,
+    remove_generation,
+)
+from longmesh.checkpoint.pieces import Allowed
+from longmesh.checkpoint.replace import remove, staging_path
+from longmesh.comm.world import Counting, World
+from longmesh.errors import CheckpointError, LongmeshError
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Directory:
+    """Checkpoints of one run, by step: the last `keep`, and those whose step `keep_every` divides.
+
+    `save` copies the state and returns; a thread writes it. Every rank calls `poll()` once a step, and `flush()` at the
+    end. A save that fails leaves the others as they are: `tell` gets a line, and the `max_failures`-th in a row is
+    raised, on every rank. With `check_finite`, a state with a NaN or an infinity is not saved. Everything but `steps()`
+    and `latest()` is collective: every rank of the world calls it.
+
+    >>> checkpoints = Directory("checkpoints", keep=2)
+    >>> state = {"x": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])}
+    >>> for step in (10, 20, 30):
+    ...     checkpoints.save(state, step)
+    >>> checkpoints.flush()
+    >>> checkpoints.steps()
+    [20, 30]
+    >>> checkpoints.load_latest(state)
+    30
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        keep_every: int = 0,
+        max_failures: int = 3,
+        check_finite: bool = False,
+        tell: Callable[[str], None] = _tell,
+    ) -> None:
+        for name, value, least in (
+            ("keep", keep, 1),
+            ("keep_every", keep_every, 0),
+            ("max_failures", max_failures, 1),
+        ):
+            if value < least:
+                raise LongmeshError(f"Directory({name}={value}): give {least} or more")
+        self.path = Path(path)
+        self._keep, self._keep_every, self._max_failures = keep, keep_every, max_failures
+        self._check_finite, self._tell_line = check_finite, tell
+        self._world = World()
+        self._buffers = Buffers()
+        self._damaged: set[int] = set()
+        self._cleaned = False
+        self._failures = 0
+        self._last_problem: str | None = None
+        self._step: int | None = None  # of the save that is under way
+        self._job: Job | None = None
+        self._committing = False
+        self._counting: Counting | None = None
+
+    # -- what is there -------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, oldest first; reads the directory."""
+        return list_steps(self.path)
+
+    def step_path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, or would be."""
+        return generation_path(self.path, step)
+
+    def latest(self) -> int | None:
+        """The newest step that has a checkpoint; reads the directory, and not whether it is damaged."""
+        return next(reversed(self.steps()), None)
+
+    def latest_whole(self) -> int | None:
+        """The newest step whose checkpoint is whole, every byte of it; None if there is no checkpoint at all.
+
+        Each rank reads a share of the files. A line tells of every damaged one that is passed over.
+        """
+        self._finish()
+        seen = self._world.gather(" ".join(map(str, self.steps() if self._world.rank == 0 else ())))[0]
+        problems: list[str] = []
+        for step in reversed([int(text) for text in seen.split()]):
+            found = self._find_damage(step)
+            if found is None:
+                for problem in problems:
+                    self._tell(f"{problem}; step {step} is used instead")
+                return step
+            self._damaged.add(step)
+            problems.append(found)
+        if problems:
+            raise CheckpointError(
+                f"no checkpoint in {self.path} is whole:\n" + "\n".join(f"  {p}" for p in problems)
+            )
+        return None
+
+    def load_latest(self, state_dict: dict[str, Any], *, allow: Allowed = ()) -> int | None:
+        """Load the newest checkpoint that is whole, as `load` does; its step, or None if there is no checkpoint."""
+        step = self.latest_whole()
+        if step is not None:
+            load(state_dict, generation_path(self.path, step), allow=allow)
+        return step
+
+    def _find_damage(self, step: int) -> str | None:
+        share = (self._world.rank, self._world.size)
+        found = next(find_damage(generation_path(self.path, step), share=share), "")
+        return next((text for text in self._world.gather(found) if text), None)
+
+    # -- saving --------------------------------------------------------------------------------------
+
+    def save(self, state_dict: dict[str, Any], step: int) -> None:
+        """Copy the state and begin to write it as the checkpoint of `step`. Waits for a save that is under way."""
+        target = generation_path(self.path, step)
+        self._finish()
+        problem = self._begin(target)
+        failed, stale = self._world.count([problem is not None, not self._buffers.fits(state_dict)])
+        if not failed and stale:
+            self._buffers.make_plan(state_dict, target)
+        if failed:
+            self._step = step
+            self._fail(problem)
+            return
+        pieces, buffers = self._buffers.copy(), self._buffers
+        rank, check = self._world.rank, self._check_finite
+        self._step, self._committing = step, False
+        self._job = Job(lambda: write_part(target, rank, buffers.prefix, pieces, buffers.num_bytes, check))
+
+    def poll(self) -> None:
+        """Take a save that is under way further, without waiting for it. Once a step, on every rank."""
+        if self._step is None:
+            return
+        if self._counting is None:
+            self._counting = self._start_counting()
+            return
+        counting, self._counting = self._counting, None
+        self._advance(*counting.result())
+        if self._step is not None:
+            self._counting = self._start_counting()
+
+    def flush(self) -> None:
+        """Wait until what was saved last is on disk; raises if it is not."""
+        self._finish()
+        if self._last_problem is not None:
+            raise CheckpointError(self._last_problem)
+
+    def _finish(self) -> None:
+        """Wait for the save that is under way, if there is one."""
+        if self._counting is not None:
+            counting, self._counting = self._counting, None
+            self._advance(*counting.result())
+        while self._step is not None:
+            assert self._job is not None
+            self._job.wait()
+            self._advance(*self._start_counting().result())
+
+    def _begin(self, target: Path) -> str | None:
+        """Rank 0 makes the place where all ranks write; what is wrong, if something is."""
+        if self._world.rank != 0:
+            return None
+        try:
+            with writing(target, self._buffers.total_bytes or None):
+                if not self._cleaned:
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    remove_garbage(self.path)
+                    self._cleaned = True
+                remove(staging_path(target))
+                staging_path(target).mkdir()
+            check_room(target, self._buffers.total_bytes)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def _start_counting(self) -> Counting:
+        """How many ranks have done their part, and how many of them have failed."""
+        assert self._job is not None
+        done = self._job.is_done
+        return self._world.start_count([done, done and self._job.problem is not None])
+
+    def _advance(self, num_done: int, num_failed: int) -> None:
+        if num_done < self._world.size:
+            return
+        assert self._step is not None and self._job is not None
+        if num_failed:
+            self._fail(self._job.problem)
+        elif not self._committing:
+            self._committing = True
+            self._job = Job(self._commit if self._world.rank == 0 else lambda: None)
+        else:
+            self._damaged.discard(self._step)
+            self._step, self._failures, self._last_problem = None, 0, None
+
+    def _commit(self) -> None:
+        """Make the checkpoint visible, then remove those that are not to stay. On rank 0, in its thread."""
+        assert self._step is not None
+        target, buffers = generation_path(self.path, self._step), self._buffers
+        assert buffers.metadata is not None
+        commit(target, buffers.metadata, self._world.size, buffers.total_bytes)
+        good = [step for step in self.steps() if step not in self._damaged or step == self._step]
+        for step in choose_removed(good, newest=self._step, keep=self._keep, keep_every=self._keep_every):
+            try:
+                remove_generation(self.path, step)
+            except OSError as error:  # the save itself has succeeded
+                self._tell(
+                    f"{generation_path(self.path, step)} could not be removed: {error.strerror or error}"
+                )
+
+    def _fail(self, problem: str | None) -> None:
+        """A save has failed on some rank. Collective: every rank of the world."""
+        assert self._step is not None
+        problems = self._world.gather(problem or "")
+        text = next(text for text in problems if text)
+        if self._world.rank == 0:
+            with contextlib.suppress(OSError):  # what has failed may fail again; the next run removes it
+                remove(staging_path(generation_path(self.path, self._step)))
+        self._step, self._failures, self._last_problem = None, self._failures + 1, text
+        if self._failures >= self._max_failures:
+            count = (
+                f"{self._failures} saves in a row have failed"
+                if self._failures > 1
+                else "the save has failed"
+            )
+            raise CheckpointError(f"{text}\n{count}; {self._describe_latest()}")
+        self._tell(f"{text}; {self._describe_latest()}, and the run goes on")
+
+    def _describe_latest(self) -> str:
+        steps = [step for step in self.steps() if step not in self._damaged]
+        return f"the newest checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet"
+
+    def _tell(self, line: str) -> None:
+        if self._world.rank == 0:
+            self._tell_line(line)

@@ -1,0 +1,70 @@
+"""The state of a run in its checkpoints: parameters, the optimizer's memory, the losses so far.
+
+OUT/checkpoint/step-00000100      after 100 steps; the last few are kept, see longmesh.checkpoint.Directory
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from longmesh import checkpoint
+from longmesh.checkpoint import Directory
+from longmesh.errors import LongmeshError
+from longmesh.train.options import TrainOptions
+
+
+def open_checkpoints(out: str, options: TrainOptions) -> Directory:
+    """The checkpoints of a run's directory. A state that is not finite is not saved over them."""
+    return Directory(
+        Path(out, "checkpoint"), keep=options.keep, keep_every=options.keep_every, check_finite=True
+    )
+
+
+def save_state(
+    checkpoints: Directory, model: nn.Module, optimizer: Optimizer, options: TrainOptions, losses: list[float]
+) -> None:
+    """Begin to save the state after `len(losses)` steps. Collective: every rank of the world."""
+    state = collect_state(model, optimizer) | {"run": json.dumps({"losses": losses, "curve": options.curve})}
+    checkpoints.save(state, len(losses))
+
+
+def load_state(
+    checkpoints: Directory, model: nn.Module, optimizer: Optimizer, options: TrainOptions
+) -> list[float]:
+    """Go on from the newest whole checkpoint; the losses so far. Collective: every rank of the world."""
+    out, step = checkpoints.path.parent, checkpoints.latest_whole()
+    if step is None:
+        raise LongmeshError(
+            f"there is no checkpoint in {checkpoints.path}; leave out --resume to begin a new run"
+        )
+    path, described = checkpoints.step_path(step), {"run": ""}
+    checkpoint.load(described, path)
+    run = json.loads(described["run"])
+    differing = options.describe_differences(run["curve"])
+    if differing:
+        raise LongmeshError(f"{out} was trained with {differing}; a resumed run must be told the same")
+    if len(run["losses"]) >= options.steps:
+        raise LongmeshError(
+            f"{out} has {len(run['losses'])} steps already and steps={options.steps} were asked for; give more to go on"
+        )
+    checkpoint.load(collect_state(model, optimizer), path)
+    return run["losses"]
+
+
+def collect_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Parameters and the optimizer's memory of each, by name; made if there was no step yet."""
+    state: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        memory = optimizer.state[parameter]
+        if not memory:
+            memory["step"] = torch.zeros(())
+            memory["exp_avg"], memory["exp_avg_sq"] = (torch.zeros_like(parameter.detach()) for _ in range(2))
+        state[f"model.{name}"] = parameter.detach()
+        state |= {f"optimizer.{name}.{key}": value for key, value in memory.items()}
+    return state

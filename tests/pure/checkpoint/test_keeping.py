@@ -1,0 +1,531 @@
+"""A directory of checkpoints in one process: what stays, what is passed over, what a failed save leaves."""
+
+import contextlib
+import errno
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, strategies as st
+
+from longmesh.checkpoint import Directory, background, keeping, load
+from longmesh.checkpoint.generations import choose_removed, generation_path, list_steps, remove_garbage
+from longmesh.errors import CheckpointError, LongmeshError
+
+
+def state(value):
+    return {"w": torch.full((3, 4), float(value)), "nested": {"n": [value, torch.full((2,), float(value))]}}
+
+
+def opened(path, **options):
+    lines = []
+    return Directory(path, tell=lines.append, **options), lines
+
+
+def save_all(directory, steps):
+    for step in steps:
+        directory.save(state(step), step)
+    directory.flush()
+
+
+def loaded(directory):
+    found = state(0)
+    step = directory.load_latest(found)
+    values = {float(v) for v in (*found["w"].flatten(), *found["nested"]["n"][1], found["nested"]["n"][0])}
+    assert len(values) == 1, "all of one step"
+    return step, values.pop()
+
+
+# -- what stays --------------------------------------------------------------------------------------
+
+
+def test_the_last_ones_and_every_mth_stay(tmp_path):
+    directory, lines = opened(tmp_path / "run", keep=2, keep_every=30)
+    save_all(directory, range(10, 101, 10))
+    assert directory.steps() == [30, 60, 90, 100]
+    assert directory.latest() == 100
+    assert sorted(os.listdir(tmp_path / "run")) == [f"step-{n:08}" for n in (30, 60, 90, 100)]
+    assert loaded(directory) == (100, 100.0)
+    assert lines == []
+
+
+def test_three_stay_by_default(tmp_path):
+    directory, _ = opened(tmp_path / "run")
+    save_all(directory, range(5))
+    assert directory.steps() == [2, 3, 4]
+
+
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=12, unique=True),
+    st.integers(1, 4),
+    st.integers(0, 10),
+    st.data(),
+)
+def test_what_is_removed(steps, keep, keep_every, data):
+    newest = data.draw(st.sampled_from(steps))
+    gone = choose_removed(steps, newest=newest, keep=keep, keep_every=keep_every)
+    past = sorted(step for step in steps if step <= newest)
+    assert set(gone) <= set(past) - {newest}
+    assert not set(gone) & set(past[-keep:])
+    for step in past[:-keep]:
+        assert (step in gone) == (not keep_every or step % keep_every != 0)
+
+
+def test_wrong_options_are_told(tmp_path):
+    for options, text in [
+        ({"keep": 0}, r"Directory\(keep=0\): give 1 or more"),
+        ({"keep_every": -1}, r"Directory\(keep_every=-1\): give 0 or more"),
+        ({"max_failures": 0}, r"Directory\(max_failures=0\): give 1 or more"),
+    ]:
+        with pytest.raises(LongmeshError, match=text):
+            Directory(tmp_path, **options)
+    with pytest.raises(LongmeshError, match="step=-1: a checkpoint's step is 0 or more"):
+        Directory(tmp_path).save(state(1), -1)
+
+
+def test_an_empty_directory_has_nothing_to_load(tmp_path):
+    directory, lines = opened(tmp_path / "run")
+    assert directory.load_latest(state(0)) is None
+    assert directory.latest() is None
+    directory.flush()
+    assert lines == []
+
+
+def test_a_step_is_saved_again(tmp_path):
+    directory, _ = opened(tmp_path / "run")
+    save_all(directory, [1, 2])
+    directory.save(state(7), 2)
+    assert loaded(directory) == (2, 7.0)
+
+
+def test_the_state_may_change_its_shape_between_saves(tmp_path):
+    directory, _ = opened(tmp_path / "run")
+    save_all(directory, [1])
+    other = {"w": torch.ones(2, 2, dtype=torch.bfloat16), "new": "x"}
+    directory.save(other, 2)
+    found = {"w": torch.zeros(2, 2, dtype=torch.bfloat16), "new": ""}
+    assert directory.load_latest(found) == 2
+    assert found["w"].tolist() == [[1, 1], [1, 1]] and found["new"] == "x"
+
+
+def test_what_is_changed_after_the_call_is_not_saved(tmp_path):
+    directory, _ = opened(tmp_path / "run")
+    for step in (1, 2, 3):  # the first makes the memory, the others use it again
+        value = state(step)
+        directory.save(value, step)
+        value["w"].fill_(99)
+        value["nested"]["n"][0] = 99
+        value["nested"]["n"][1].fill_(99)
+        assert loaded(directory) == (step, float(step))
+
+
+def test_objects_with_a_state_dict_are_asked_for_it(tmp_path):
+    directory, _ = opened(tmp_path / "run")
+    for step in (1, 2):
+        model = torch.nn.Linear(2, 2)
+        directory.save({"model": model}, step)
+        other = torch.nn.Linear(2, 2)
+        assert directory.load_latest({"model": other}) == step
+        assert torch.equal(model.weight, other.weight)
+
+
+# -- damage and garbage ------------------------------------------------------------------------------
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "flipped": (lambda p: flip(p / "__0_0.distcp"), "__0_0.distcp is not what was written"),
+    "cut off": (
+        lambda p: os.truncate(p / "__0_0.distcp", 100),
+        "__0_0.distcp was cut off: a piece ends at byte",
+    ),
+    "file gone": (lambda p: (p / "__0_0.distcp").unlink(), "is damaged: __0_0.distcp is missing"),
+    "description gone": (lambda p: (p / ".metadata").unlink(), "it has no file .metadata"),
+    "description flipped": (lambda p: flip(p / ".metadata"), ".metadata is not what was written"),
+    "checksums gone": (
+        lambda p: (p / ".longmesh.json").unlink(),
+        "its checksums, .longmesh.json, are missing",
+    ),
+    "empty": (lambda p: (shutil.rmtree(p), p.mkdir())[0], "it has no file .metadata"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_the_newest_whole_one_is_used_and_a_line_says_so(tmp_path, kind):
+    damage, text = DAMAGES[kind]
+    directory, lines = opened(tmp_path / "run")
+    save_all(directory, [1, 2, 3])
+    damage(generation_path(tmp_path / "run", 3))
+    assert loaded(directory) == (2, 2.0)
+    (line,) = lines
+    assert text in line and line.endswith("; step 2 is used instead")
+    damage(generation_path(tmp_path / "run", 2))
+    directory, lines = opened(tmp_path / "run")
+    assert loaded(directory) == (1, 1.0)
+    assert len(lines) == 2
+    damage(generation_path(tmp_path / "run", 1))
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .*run is whole:\n.*00000003.*\n.*00000002.*\n.*00000001"
+    ):
+        directory.load_latest(state(0))
+
+
+def test_damaged_ones_do_not_count_among_those_that_stay(tmp_path):
+    directory, _ = opened(tmp_path / "run", keep=2)
+    save_all(directory, [10, 20])
+    for step in (30, 40, 50):
+        shutil.copytree(generation_path(tmp_path / "run", 20), generation_path(tmp_path / "run", step))
+        flip(generation_path(tmp_path / "run", step) / "__0_0.distcp")
+    again, _ = opened(tmp_path / "run", keep=2)
+    assert loaded(again) == (20, 20.0)
+    save_all(again, [60])
+    assert loaded(opened(tmp_path / "run")[0]) == (60, 60.0)
+    assert 20 in again.steps()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_torchs_is_one_of_them(tmp_path):
+    directory, lines = opened(tmp_path / "run")
+    save_all(directory, [1])
+    for step in (2, 3):
+        dcp.save(state(step), checkpoint_id=generation_path(tmp_path / "run", step))
+    assert loaded(directory) == (3, 3.0)
+    data = generation_path(tmp_path / "run", 3) / "__0_0.distcp"
+    data.write_bytes(data.read_bytes().replace(torch.full((12,), 3.0).numpy().tobytes(), b"\1" * 48))
+    assert loaded(directory) == (2, 2.0)
+    assert "Bad CRC-32" in lines[0]
+
+
+def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path):
+    directory, _ = opened(tmp_path / "run")
+    save_all(directory, [1])
+    left = [".step-00000002.saving", ".step-00000003.removing"]
+    for name in left:
+        (tmp_path / "run" / name).mkdir()
+        (tmp_path / "run" / name / "__0_0.distcp").write_text("x")
+    (tmp_path / "run" / "notes").write_text("mine")
+    os.rename(generation_path(tmp_path / "run", 1), tmp_path / "run" / ".step-00000001.previous")
+    again, _ = opened(tmp_path / "run")
+    save_all(again, [4])
+    assert sorted(os.listdir(tmp_path / "run")) == ["notes", "step-00000001", "step-00000004"]
+    assert list_steps(tmp_path / "none") == []
+    (tmp_path / "run" / ".step-00000004.previous").mkdir()
+    remove_garbage(tmp_path / "run")
+    assert sorted(os.listdir(tmp_path / "run")) == ["notes", "step-00000001", "step-00000004"]
+
+
+# -- beside the training -----------------------------------------------------------------------------
+
+
+def test_the_call_returns_before_it_is_written_and_polls_end_it(tmp_path, monkeypatch):
+    directory, _ = opened(tmp_path / "run")
+    save_all(directory, [1])
+    free = []
+    write = background.write_pieces
+
+    def slow(*args):
+        while not free:
+            time.sleep(0.01)
+        return write(*args)
+
+    monkeypatch.setattr(background, "write_pieces", slow)
+    directory.save(state(2), 2)
+    for _ in range(5):
+        directory.poll()
+    assert directory.steps() == [1], "visible only when whole"
+    free.append(True)
+    polls = 0
+    while directory.steps() == [1] and polls < 1000:
+        directory.poll()
+        polls += 1
+        time.sleep(0.01)
+    assert directory.steps() == [1, 2]
+    assert loaded(directory) == (2, 2.0)
+
+
+def test_at_most_one_is_under_way(tmp_path, monkeypatch):
+    directory, _ = opened(tmp_path / "run", keep=10)
+    running, most = [0], [0]
+    write = background.write_pieces
+
+    def counted(*args):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.02)
+        try:
+            return write(*args)
+        finally:
+            running[0] -= 1
+
+    monkeypatch.setattr(background, "write_pieces", counted)
+    save_all(directory, range(6))
+    assert most[0] == 1
+    assert directory.steps() == list(range(6))
+
+
+# -- failures ----------------------------------------------------------------------------------------
+
+
+def failing(code, name="x"):
+    def fail(*args, **kwargs):
+        raise OSError(code, os.strerror(code), name)
+
+    return fail
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_failed_save_is_told_and_the_run_goes_on(tmp_path, monkeypatch, code):
+    directory, lines = opened(tmp_path / "run")
+    save_all(directory, [1])
+    good = background.write_pieces
+    monkeypatch.setattr(background, "write_pieces", failing(code, "__0_0.distcp"))
+    directory.save(state(2), 2)
+    while not lines:
+        directory.poll()
+    target = generation_path(tmp_path / "run", 2)
+    free = shutil.disk_usage(tmp_path).free
+    (line,) = lines
+    start, _, rest = line.partition(" bytes are needed and ")
+    assert start == f"{target} could not be written: {os.strerror(code)}: __0_0.distcp; 56"
+    number, _, end = rest.partition(" are free there; ")
+    assert abs(int(number.replace(",", "")) - free) < 1 << 30
+    assert end == "the newest checkpoint is that of step 1, and the run goes on"
+    assert os.listdir(tmp_path / "run") == ["step-00000001"], "nothing is left of it"
+    monkeypatch.setattr(background, "write_pieces", good)
+    save_all(directory, [3])
+    assert loaded(directory) == (3, 3.0)
+
+
+def test_after_some_failures_in_a_row_the_run_stops(tmp_path, monkeypatch):
+    directory, lines = opened(tmp_path / "run", max_failures=3)
+    good = background.write_pieces
+    for step in range(4):  # a success between starts the count anew
+        monkeypatch.setattr(background, "write_pieces", good if step == 2 else failing(errno.ENOSPC))
+        directory.save(state(step), step)
+    with contextlib.suppress(CheckpointError):
+        directory.flush()
+    assert len(lines) == 3
+    assert lines[0].endswith("; there is no checkpoint yet, and the run goes on")
+    directory.save(state(5), 5)
+    with pytest.raises(
+        CheckpointError, match=r"No space left .*\n3 saves in a row have failed; the newest .* step 2$"
+    ):
+        save_all(directory, [6, 7])
+    directory, _ = opened(tmp_path / "other", max_failures=1)
+    directory.save(state(1), 1)
+    with pytest.raises(
+        CheckpointError, match=r"No space left .*\nthe save has failed; there is no checkpoint yet"
+    ):
+        directory.flush()
+
+
+def test_a_flush_raises_what_was_told(tmp_path, monkeypatch):
+    directory, lines = opened(tmp_path / "run")
+    monkeypatch.setattr(background, "write_pieces", failing(errno.ENOSPC))
+    directory.save(state(1), 1)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        directory.flush()
+    assert len(lines) == 1
+
+
+def test_a_save_that_can_not_fit_is_not_begun(tmp_path, monkeypatch):
+    directory, lines = opened(tmp_path / "run")
+    save_all(directory, [1])
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
+    directory.save(state(2), 2)
+    (line,) = lines
+    assert (
+        "step-00000002 could not be written: 56 bytes are needed and 10 are free there; make room, or" in line
+    )
+    assert os.listdir(tmp_path / "run") == ["step-00000001"]
+
+
+def test_a_directory_that_vanishes_is_told_and_not_made_again(tmp_path):
+    """It may be a mount that is gone: the disk below it is not the place to write to."""
+    directory, lines = opened(tmp_path / "run")
+    save_all(directory, [1])
+    shutil.rmtree(tmp_path / "run")
+    directory.save(state(2), 2)
+    assert "could not be written: No such file or directory: " in lines[0]
+    assert lines[0].endswith("there is no checkpoint yet, and the run goes on")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_path_that_is_a_file_is_told(tmp_path):
+    (tmp_path / "run").write_text("x")
+    directory, _ = opened(tmp_path / "run", max_failures=1)
+    with pytest.raises(CheckpointError, match="could not be written: File exists"):
+        directory.save(state(1), 1)
+
+
+def test_one_that_can_not_be_removed_is_told_and_the_save_counts(tmp_path, monkeypatch):
+    directory, lines = opened(tmp_path / "run", keep=1)
+    save_all(directory, [1])
+    monkeypatch.setattr(keeping, "remove_generation", failing(errno.EACCES))
+    save_all(directory, [2])
+    assert lines == [f"{generation_path(tmp_path / 'run', 1)} could not be removed: Permission denied"]
+    assert directory.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path, value):
+    directory, lines = opened(tmp_path / "run", check_finite=True)
+    save_all(directory, [1])
+    bad = state(2)
+    bad["nested"]["n"][1][1] = value
+    directory.save(bad, 2)
+    with pytest.raises(CheckpointError):
+        directory.flush()
+    text = (
+        "step-00000002 was not written: 'nested.n.1' is not finite, and a checkpoint of it would be of no use"
+    )
+    assert text in lines[0]
+    assert loaded(directory) == (1, 1.0)
+    plain, _ = opened(tmp_path / "other")
+    plain.save(bad, 2)
+    plain.flush()
+    assert plain.steps() == [2], "masks hold infinities"
+
+
+def test_every_element_type_is_looked_through():
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.float8_e5m2,
+    ):
+        x = torch.zeros(70_000).to(dtype)
+        assert background.is_finite(x)
+        x[69_999] = float("nan")
+        assert not background.is_finite(x), dtype
+    assert background.is_finite(torch.ones(3, dtype=torch.int64))
+    assert background.is_finite(torch.ones(0))
+
+
+FULL_DISK = textwrap.dedent("""
+    import os, shutil, sys, torch
+    from longmesh.checkpoint import Directory, save, save_safetensors
+    from longmesh.errors import CheckpointError
+
+    torch.set_num_threads(1)
+    root = sys.argv[1]
+
+    def state(value):
+        return {"w": torch.full((100_000,), value), "o": "x" * 60_000}
+
+    for kib in map(int, sys.argv[2:]):
+        directory = Directory(root + "/run", keep=1, tell=lambda line: None)
+        directory.save(state(1.0), 1)
+        directory.flush()
+        with open(root + "/filler", "wb") as filler:
+            filler.write(b"x" * (os.statvfs(root).f_bavail * os.statvfs(root).f_frsize - kib * 1024))
+        for write in (lambda: [directory.save(state(2.0), 2), directory.flush()],
+                      lambda: save(state(2.0), root + "/one"),
+                      lambda: save_safetensors({"w": state(2.0)["w"]}, root + "/m.safetensors")):
+            try:
+                write()
+                print("no error")
+            except CheckpointError as error:
+                print(str(error).replace(root, "ROOT"))
+        print(sorted(os.listdir(root)), os.listdir(root + "/run"))
+        found = state(0.0)
+        print(directory.load_latest(found), float(found["w"].sum()))
+        for name in os.listdir(root):
+            shutil.rmtree(root + "/" + name) if os.path.isdir(root + "/" + name) else os.remove(root + "/" + name)
+""")
+
+
+def test_a_disk_that_is_full(tmp_path):
+    """A real one, of 2 MiB; free is less than the tensors, or enough for them and not for all."""
+    enter = ["unshare", "--map-root-user", "--mount", "bash", "-c"]
+    script = f'mount -t tmpfs -o size=2m none {tmp_path} && exec "$@"'
+    try:
+        tried = subprocess.run([*enter, f"mount -t tmpfs none {tmp_path}"], capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no unshare to mount a small disk with")
+    if tried.returncode:
+        pytest.skip(f"no small disk can be mounted: {tried.stderr.decode().strip()}")
+    rooms = [8, 300, 396, 410, 460, 470]
+    command = [sys.executable, "-W", "error", "-c", FULL_DISK, str(tmp_path), *map(str, rooms)]
+    done = subprocess.run(
+        [*enter, script, "bash", *command], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for number, kib in enumerate(rooms):
+        *errors, left, found = lines[5 * number : 5 * number + 5]
+        for name, error in zip(("run/step-00000002", "one", "m.safetensors"), errors, strict=True):
+            assert error == "no error" or error.startswith(f"ROOT/{name} could not be written: ")
+            assert error == "no error" or (" bytes are needed and " in error and " are free there" in error)
+            assert kib > 390 or error != "no error"
+        assert ".saving" not in left
+        assert found == ("2 200000.0" if errors[0] == "no error" else "1 100000.0")
+
+
+# -- any order of events -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_the_newest_whole_one_is_found(tmp_path, monkeypatch, seed):
+    """Saves, polls, failures, damage and restarts in any order against a model of what must be there."""
+    rng, good = random.Random(seed), background.write_pieces
+    root = tmp_path / "run"
+    directory, _ = opened(root, keep=2, max_failures=100)
+    visible: dict[int, bool] = {}  # step -> whether it is whole
+    known_damaged: set[int] = set()
+    step = 0
+    for _ in range(40):
+        event = rng.choice(["save", "save", "save", "fail", "damage", "restart", "poll"])
+        if event in ("save", "fail"):
+            step += 1
+            monkeypatch.setattr(
+                background, "write_pieces", good if event == "save" else failing(errno.ENOSPC)
+            )
+            directory.save(state(step), step)
+            with contextlib.suppress(CheckpointError):
+                directory.flush()
+            if event == "save":
+                visible[step] = True
+                for old in sorted(set(visible) - known_damaged)[:-2]:
+                    del visible[old]
+        elif event == "damage" and visible:
+            victim = rng.choice(sorted(visible))
+            flip(generation_path(root, victim) / "__0_0.distcp")
+            visible[victim] = not visible[victim]  # the same bit: a second flip makes it whole again
+        elif event == "restart":
+            directory, _ = opened(root, keep=2, max_failures=100)
+            newest = max((s for s in visible if visible[s]), default=None)
+            known_damaged = {s for s in visible if newest is None or s > newest}
+            if newest is not None:
+                assert loaded(directory) == (newest, float(newest))
+            elif visible:
+                with pytest.raises(CheckpointError, match="is whole"):
+                    directory.load_latest(state(0))
+        else:
+            directory.poll()
+        assert directory.steps() == sorted(visible)
+
+
+def test_one_generation_loads_with_plain_load(tmp_path):
+    directory, _ = opened(tmp_path / "run")
+    save_all(directory, [4])
+    found = state(0)
+    load(found, directory.step_path(4))
+    assert found["w"].sum() == 48
+    assert isinstance(directory.step_path(4), Path)
