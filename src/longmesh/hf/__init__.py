@@ -13,7 +13,21 @@ own "sdpa".
 Pitfall: rows of padding see padding only, so what they predict is not what one process makes of them; don't label it.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from longmesh.hf.interface import register
 from longmesh.hf.scope import context_parallel
 
-__all__ = ["context_parallel", "register"]
+if TYPE_CHECKING:
+    from longmesh.hf.trainer import Trainer
+
+__all__ = ["Trainer", "context_parallel", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    """Names that need more than transformers, imported when they are asked for."""
+    if name == "Trainer":
+        from longmesh.hf.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.exchange.needs import Needs
+from longmesh.attention.layout.base import Ownership
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +17,5 @@ class AutoExchange(Exchange):
     Sparse
     """
 
-    def last_stage(self, needs: Needs) -> int:
-        raise AssertionError("planning replaces AutoExchange by the exchange it chose")
-
-    def received(self, needs: Needs, rank: int) -> np.ndarray:
-        raise AssertionError("planning replaces AutoExchange by the exchange it chose")
-
-    def lent(self, needs: Needs, owner: int) -> np.ndarray:
+    def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
         raise AssertionError("planning replaces AutoExchange by the exchange it chose")

@@ -1,0 +1,245 @@
+"""transformers' Trainer over cut sequences: the same script with another import.
+
+    from longmesh.hf import Trainer                          # was: from transformers import Trainer
+    Trainer(model, args, train_dataset=rows).train()         # longmesh run --ranks 4 script.py
+
+Each rank's loss is its share of the mean over all labels, times the number of ranks: DDP and FSDP2 average gradients,
+and the Trainer averages losses for its log, so both come out as in one process.
+
+Pitfall: this file overrides hooks of transformers that are not public: `_prepare_context_parallel_inputs`,
+`_get_num_items_in_batch` and `_track_num_input_tokens`. A test names the version that they are known from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+try:
+    import accelerate  # noqa: F401 - transformers' Trainer fails late without it
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        "longmesh.hf.Trainer needs transformers and accelerate: pip install 'longmesh[accelerate]'"
+    ) from error
+
+from longmesh.attention.scope.open_scopes import current_cut
+from longmesh.errors import LongmeshError
+from longmesh.hf.accelerator import axis_size, same_batch, sum_over, use_mesh
+from longmesh.hf.batch import scope_arguments
+from longmesh.hf.interface import NAME, register
+
+
+class Trainer(transformers.Trainer):
+    """transformers.Trainer, with `mesh=`: rows of data are sharded over its axis "dp" and sequences cut over "cp".
+
+    Takes every argument of transformers.Trainer. Without a mesh all ranks are on "cp"; with one process it is
+    transformers' own. The model is set to attn_implementation="longmesh".
+
+    `compute_loss_func` and `compute_metrics` get logits and labels of whole sequences, in token order.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+    ...                      intermediate_size=8)
+    >>> rows = [{"input_ids": torch.arange(20), "labels": torch.arange(20)}] * 4
+    >>> args = TrainingArguments("out", max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True)
+    >>> trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=rows)  # mesh=: all ranks on "cp"
+    """
+
+    def __init__(self, *args: Any, mesh: DeviceMesh | None = None, **kwargs: Any) -> None:
+        self.mesh = mesh
+        self._whole: dict[str, Any] | None = None
+        self._gathers_outputs = False
+        self._has_compared = False
+        super().__init__(*args, **kwargs)
+        self._check_arguments()
+        if self.cp_size > 1:
+            register()
+            assert isinstance(self.model, nn.Module)
+            _plain_model(self.model).set_attn_implementation(NAME)
+
+    @functools.cached_property
+    def _cp_mesh(self) -> DeviceMesh:
+        """One object for all steps: plans are kept for it."""
+        assert self.mesh is not None
+        return self.mesh["cp"]
+
+    @property
+    def cp_size(self) -> int:
+        """The ranks that share a sequence."""
+        return 1 if self.mesh is None else axis_size(self.mesh, "cp")
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The accelerator shards data over "dp" and gathers one result of each sequence."""
+        super().create_accelerator_and_postprocess()
+        if self.accelerator.num_processes > 1:
+            self.mesh = use_mesh(self.accelerator, self.mesh)
+            self.gather_function = self.accelerator.gather_for_metrics
+        elif self.mesh is not None and self.mesh.size() > 1:
+            raise LongmeshError(
+                f"hf.Trainer(mesh=) has {self.mesh.size()} ranks and accelerate sees 1 process; start the script with "
+                "`longmesh run --ranks N` or torchrun"
+            )
+
+    def _check_arguments(self) -> None:
+        if self.cp_size == 1:
+            return
+        args = self.args
+        if not args.average_tokens_across_devices:
+            raise LongmeshError(
+                "hf.Trainer with average_tokens_across_devices=False: a rank's part of a sequence is no batch of its "
+                "own; leave it at True, which divides by the labels of all ranks"
+            )
+        if args.train_sampling_strategy == "batch_rebalance":
+            raise LongmeshError(
+                "hf.Trainer with train_sampling_strategy='batch_rebalance': it deals rows to single ranks; use another"
+            )
+        if args.eval_use_gather_object:
+            raise LongmeshError("hf.Trainer with eval_use_gather_object=True: gather tensors instead")
+
+    # -- what is counted once for each sequence ----------------------------------------------------
+
+    def get_cp_size(self) -> int:
+        """What transformers divides by where it counts over all ranks."""
+        return self.cp_size
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """This rank's share of those of its rows."""
+        return super().floating_point_ops(inputs) // self.cp_size
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.cp_size
+
+    # -- a step over a cut sequence ----------------------------------------------------------------
+
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """A scope, and what the model is called with, which is known when the scope is entered."""
+        if self.cp_size == 1:
+            return super()._prepare_context_parallel_inputs(model, inputs)
+        assert self.mesh is not None
+        if not self._has_compared or self.mesh.device_type == "cpu":
+            same_batch(self.mesh, inputs)
+            self._has_compared = True
+        batch, options = scope_arguments(self._prepare_inputs(inputs))
+        part: dict[str, Any] = {}
+        return lambda: self._scope(batch, options, part), part
+
+    @contextlib.contextmanager
+    def _scope(self, batch: dict[str, Any], options: dict[str, Any], part: dict[str, Any]) -> Iterator[None]:
+        from longmesh.hf.scope import context_parallel
+
+        with context_parallel(self._cp_mesh, batch, **options) as mine:
+            part.update(self._accepted(mine))
+            self._whole = batch
+            try:
+                yield
+            finally:
+                self._whole = None
+
+    def _accepted(self, part: dict[str, Any]) -> dict[str, Any]:
+        """What the model's forward takes of a scope's part, and no cache."""
+        model = self.accelerator.unwrap_model(self.model)
+        parameters = inspect.signature(_plain_model(model).forward).parameters
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        if takes_all or "use_cache" in parameters:
+            part = {**part, "use_cache": False}
+        dropped = set() if takes_all else {"shift_labels", "num_items_in_batch"} - set(parameters)
+        return {name: value for name, value in part.items() if name not in dropped}
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """This rank's share of the loss, times the number of ranks over which gradients are averaged."""
+        whole = self._whole
+        if whole is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            loss, outputs = self._loss_of_whole(model, inputs, whole, num_items_in_batch)
+        else:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            is_scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            loss = loss if is_scaled else loss * self.cp_size
+            if return_outputs and self._gathers_outputs:
+                outputs = whole_outputs(outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def _loss_of_whole(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        whole: dict[str, Any],
+        num_items_in_batch: Tensor | int | None,
+    ) -> tuple[Tensor, Any]:
+        """A loss that wants all logits and labels of a sequence: computed by each of its ranks, on gathered logits."""
+        labels = whole["labels"]
+        hidden = {"labels", "shift_labels", "num_items_in_batch"}
+        outputs = whole_outputs(model(**{name: v for name, v in inputs.items() if name not in hidden}))
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        else:
+            assert self.label_smoother is not None
+            loss = self.label_smoother(
+                outputs, labels, shift_labels=True, num_items_in_batch=num_items_in_batch
+            )
+        scale = self.cp_size if num_items_in_batch is None else self.accelerator.num_processes
+        # Backward gives each rank the gradient of its own tokens: their sum is the whole's. The value is the whole's
+        # already, on each of them.
+        return scale * (loss - loss.detach() * (1 - 1 / self.cp_size)), outputs
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The loss of this rank's rows, and their logits in token order."""
+        self._gathers_outputs = not prediction_loss_only
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None and self.mesh is not None:
+            loss = sum_over(self.mesh, "cp", loss) / self.cp_size
+        return loss, logits, labels
+
+
+def whole_outputs(outputs: Any) -> Any:
+    """A model's outputs with what has this rank's tokens in dim 1 gathered, in token order. Collective."""
+    cut = current_cut()
+    assert cut is not None, "inside a scope"
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            has_tokens = value.ndim > 2 and value.shape[1] == cut.num_tokens
+            return cut.lead.unshard(value, 1) if has_tokens else value
+        if isinstance(value, tuple | list):
+            return type(value)(whole(part) for part in value)
+        return value
+
+    if isinstance(outputs, dict):
+        return type(outputs)(**{name: whole(value) for name, value in outputs.items()})
+    return whole(outputs)
+
+
+def _plain_model(model: nn.Module) -> transformers.PreTrainedModel:
+    """The transformers model inside, which adapters and wrappers may surround."""
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            return part
+    raise LongmeshError(
+        f"hf.Trainer: {type(model).__name__} has no transformers model inside, so its attention is unknown; "
+        "write a loop with longmesh.experimental.context_parallel"
+    )
