@@ -137,7 +137,7 @@ def call_of(plan: AttentionPlan, rank: int, network: Network, kernel: Kernel, sc
     members = tuple(group * plan.inner + rank % plan.inner for group in range(plan.outer))
     inner = Members(peers) if plan.inner > 1 else None
     outer = Members(members) if plan.outer > 1 else None
-    if any(bool(row.schedule.tiles[:, 8].any()) for row in plan.rows):
+    if any(row.schedule.has_elementwise for row in plan.rows):
         score = dataclasses.replace(score, mask_mod=plan.mask.visible)
     routes = [Route(row, rank, range(plan.outer), peers) for row in plan.rows]
     return Call(

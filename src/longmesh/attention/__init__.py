@@ -12,6 +12,7 @@ from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.exchange.hybrid import Hybrid
 from longmesh.attention.exchange.ring import Ring
 from longmesh.attention.exchange.sparse import Sparse
+from longmesh.attention.exchange.staged import StagedExchange
 from longmesh.attention.exchange.ulysses import HeadPart, HeadShare, Ulysses
 from longmesh.attention.layout.auto import Auto
 from longmesh.attention.layout.base import Layout, Ownership, Workload
@@ -58,6 +59,7 @@ __all__ = [
     "Solve",
     "Sparse",
     "Stage",
+    "StagedExchange",
     "Striped",
     "Ulysses",
     "Workload",

@@ -45,6 +45,12 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 Family = Callable[[Planner, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
+# What a plan depends on beyond the key, hashable; asked before anything else.
+Note = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+# A copy of a pending lookup is pending, too: its mask is not applied first.
+COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
+
 # More plans of one layout than this are no working set: sizes that never come back.
 _MAX_PLANS = 1 << 12
 # Stands for a plan that depends on the values of floats: it is found under the key that has them.
@@ -54,11 +60,12 @@ BY_VALUE = object()
 class OpTable:
     """What is known of one op. `reads_floats`: whether its plans depend on the values of floats."""
 
-    __slots__ = ("func", "handler", "reads_floats")
+    __slots__ = ("func", "handler", "note", "reads_floats")
 
-    def __init__(self, func: OpOverload, handler: Handler | None) -> None:
+    def __init__(self, func: OpOverload, handler: Handler | None, note: Note | None = None) -> None:
         self.func = func
         self.handler = handler
+        self.note = note
         self.reads_floats = not is_pointwise(func)
 
 
@@ -94,6 +101,7 @@ class Dispatcher:
         self.tables: dict[int, OpTable] = {}
         self.families: dict[OpOverload, Family] = {}
         self.handlers: dict[OpOverload, Handler] = {}
+        self.notes: dict[OpOverload, Note] = {}
         self.warned: set[str] = set()
 
     def from_torch(
@@ -152,7 +160,7 @@ class Dispatcher:
         return self.from_torch(func, (), args)
 
     def _table(self, func: OpOverload) -> OpTable:
-        table = self.tables[id(func)] = OpTable(func, self.handlers.get(func))
+        table = self.tables[id(func)] = OpTable(func, self.handlers.get(func), self.notes.get(func))
         return table
 
     def forget_plans(self) -> None:
@@ -215,6 +223,7 @@ class Dispatcher:
                 if isinstance(result, DTensor) and result._origin is not None and args and result is args[0]:
                     write_to_origin(result, move)
                 return result
+        note = None if table.note is None else (table.note(func, args, kwargs),)
         plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
         if plain and func._schema.is_mutable and writes_plain(func, args, kwargs):
             args, kwargs = map_tensors(value_of, (args, kwargs))
@@ -223,8 +232,10 @@ class Dispatcher:
             args, kwargs = replicate_plain(func, args, kwargs)
             if table.handler is not None:
                 return self.run(func, args, kwargs)
-            return self.from_torch(func, (), args, kwargs)
-        return self._run(self._find(table, lead, key, args, kwargs), func, args, kwargs)
+            if note is None:
+                return self.from_torch(func, (), args, kwargs)
+            key = _key(table, args, kwargs)
+        return self._run(self._find(table, lead, key, args, kwargs, note), func, args, kwargs)
 
     def _run(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.needs_values and torch._C._len_torch_dispatch_stack():
@@ -238,8 +249,11 @@ class Dispatcher:
         key: tuple[Any, ...] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        note: tuple[Any] | None = None,
     ) -> OpPlan:
-        """The plan of a call, made where it is not known."""
+        """The plan of a call, made where it is not known. With a note it is kept under key and note."""
+        if note is not None and key is not None:
+            key = (*key, *note)
         found = None if key is None else lead.plans.get(key)
         if found is BY_VALUE:
             key = (table, *exact_key(args, kwargs))
@@ -256,7 +270,9 @@ class Dispatcher:
             plan = None if recipe is None else recipe.plan(args, kwargs, lead)
         if plan is None:
             is_traced = torch._C._len_torch_dispatch_stack() > 0
-            plan, recipe, by_value = self._make(table.func, args, kwargs, is_traced=is_traced)
+            plan, recipe, by_value = self._make(
+                table.func, args, kwargs, is_traced=is_traced, note=None if note is None else note[0]
+            )
             by_value = by_value or any(own.layout.partial_axes for own in layouts)
             if is_symbolic or key is None or (is_traced and plan.needs_values):
                 return plan
@@ -275,23 +291,25 @@ class Dispatcher:
         table = self.tables.get(id(func)) or self._table(func)
         if table.handler is not None:
             return None
+        note = None if table.note is None else (table.note(func, args, kwargs),)
         plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
         if plain and func._schema.is_mutable and writes_plain(func, args, kwargs):
             return None
         if any(t.ndim for t in plain):
             args, kwargs = replicate_plain(func, args, kwargs)
-        key: tuple[Any, ...] | None = (table, *exact_key(args, kwargs, table.reads_floats))
         lead = all_tensors_of(args, kwargs)[0]._tensor_layout
-        try:
-            hash(key)
-        except TypeError:
-            key = None
-        return self._find(table, lead, key, args, kwargs)
+        return self._find(table, lead, _key(table, args, kwargs), args, kwargs, note)
 
     # -- making a plan ---------------------------------------------------------------------------
 
     def _make(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_traced: bool
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_traced: bool,
+        note: Any = None,
     ) -> tuple[OpPlan, Recipe | None, bool]:
         """A plan, how to plan others like it, if known, and whether it holds for these floats only."""
         tensors = all_tensors((args, kwargs))
@@ -302,13 +320,13 @@ class Dispatcher:
             return made
         mesh = common_mesh(args, kwargs)
         planner = Planner(comm_of(mesh), tensors[0].device, self.families, self.warned, self.handlers)
-        planner.is_traced = is_traced
+        planner.is_traced, planner.note = is_traced, note
         numbers = iter(range(len(tensors)))
         planned = map_tensors(lambda t: planner.add_input(t, next(numbers)), (args, kwargs))
         try:
             with _disable_current_modes(), torch.no_grad():
                 if family is not None:
-                    ready = map_tensors(planner.ready_input, planned)
+                    ready = planned if func in COPIES else map_tensors(planner.ready_input, planned)
                     planner.depth = 1
                     result = family(planner, func, *ready)
                     made = self._by_rule(func, args, kwargs) if is_simple and result is USUAL else None
@@ -346,12 +364,15 @@ class Dispatcher:
 
 
 def _are_simple(tensors: list[Any]) -> bool:
-    """Whether all are DTensors on one mesh, with no mask to apply first."""
+    """Whether all are DTensors on one mesh, with no mask to apply and no reduced value to recall."""
     if not isinstance(tensors[0], DTensor):
         return False
     comm = tensors[0]._tensor_layout.comm
     return all(
-        isinstance(t, DTensor) and t._tensor_layout.comm is comm and not t._tensor_layout.has_lookup
+        isinstance(t, DTensor)
+        and t._tensor_layout.comm is comm
+        and not t._tensor_layout.has_lookup
+        and t._tensor_layout.reduced is None
         for t in tensors
     )
 
@@ -416,6 +437,15 @@ def _outputs(lead: TensorLayout, choice: Choice, metas: tuple[Any, ...]) -> tupl
 def all_tensors_of(args: Any, kwargs: Any) -> list[Any]:
     """The DTensors of a call."""
     return [t for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)]
+
+
+def _key(table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    key = (table, *exact_key(args, kwargs, table.reads_floats))
+    try:
+        hash(key)
+    except TypeError:  # symbolic sizes don't hash
+        return None
+    return key
 
 
 def _lead_of(parts: list[Any]) -> TensorLayout:

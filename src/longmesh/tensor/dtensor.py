@@ -62,6 +62,8 @@ class DTensor(torch.Tensor):
     _tensor_layout: TensorLayout
     # The mask of a pending lookup (a MaskPartial layout); few tensors have one, so it is no slot.
     _lookup: PendingLookup | None = None
+    # The reduced value of a pending tensor, once an op that must not reduce it twice has (steps.Reduced).
+    _reduced: Any = None
     # Where a view that had to be copied comes from; no slot either.
     _origin: ViewOrigin | None = None
 

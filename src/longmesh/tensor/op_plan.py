@@ -80,6 +80,7 @@ class OpPlan:
     nothing but that call on the inputs as they are: the one case that the dispatcher writes out. `written`: the
     argument that an in-place op returns; `replaces`: its local tensor is replaced (t_, squeeze_). `is_view`: of a view
     op, `is_copy` if its result does not share the input's memory. `needs_values`: not while tensors are traced.
+    `after`: called with the result.
     """
 
     steps: tuple[Step, ...]
@@ -94,6 +95,7 @@ class OpPlan:
     is_view: bool = False
     is_copy: bool = False
     needs_values: bool = False
+    after: Callable[[Any], None] | None = None
     how: str = "rule"
 
     @property
@@ -124,6 +126,8 @@ def execute(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     if plan.result is None:
         return finish(plan, values[-1], func, args, kwargs)
     result = _fill(plan.result, frame)
+    if plan.after is not None:
+        plan.after(result)
     return _finish_view(plan, result, func, args, kwargs)
 
 

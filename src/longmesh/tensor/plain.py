@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from longmesh.errors import LongmeshError
 from longmesh.rules.lookup import can_read
@@ -102,7 +103,7 @@ def replicate_plain(
                 )
             tensor = value_of(tensor)
         is_equal = id(tensor) in written or _is_equal_everywhere(tensor)
-        if not is_equal and not _is_added_mask(func, tensor) and not _is_lengths(args, tensor):
+        if not is_equal and not _is_added_mask(func, tensor) and not _lengths.are(args, tensor):
             shapes = ", ".join(_show(t) for t in all_tensors((args, kwargs)))
             raise LongmeshError(
                 f"{func} mixes a DTensor with a plain tensor: {shapes}. Wrap the plain one with "
@@ -136,12 +137,25 @@ def _is_added_mask(func: OpOverload, tensor: torch.Tensor) -> bool:
     return is_scored and can_read(tensor) and bool(((tensor == 0) | (tensor == -math.inf)).all())
 
 
-def _is_lengths(args: tuple[Any, ...], tensor: torch.Tensor) -> bool:
-    """The lengths that a loss was called with, by which torch then divides it and, in the backward, its gradient."""
-    lengths = getattr(args[0], "_lengths", None) if args else None
-    if lengths is not None and can_read(tensor) and tensor.tolist() == lengths:
-        tensor._lengths = lengths  # pyright: ignore[reportAttributeAccessIssue]
-    return hasattr(tensor, "_lengths")
+class _Lengths:
+    """Losses that torch divides by a plain tensor of lengths, and those tensors, which a backward meets again."""
+
+    def __init__(self) -> None:
+        self.expected: Any = WeakTensorKeyDictionary()
+
+    def expect(self, loss: torch.Tensor, count: int) -> None:
+        self.expected[loss] = count
+
+    def are(self, args: tuple[Any, ...], tensor: torch.Tensor) -> bool:
+        """Whether the tensor is one that a loss is divided by. Every rank made it of the same numbers."""
+        count = self.expected.get(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        if count is not None and tuple(tensor.shape) == (count,):
+            self.expected[tensor] = count
+        return tensor in self.expected
+
+
+_lengths = _Lengths()
+expect_lengths = _lengths.expect
 
 
 def _show(tensor: torch.Tensor) -> str:

@@ -23,12 +23,12 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longmesh.comm import MeshComm
-from longmesh.comm.intervals import Pieces
+from longmesh.comm.intervals import Interval, Pieces
 from longmesh.errors import LongmeshError
 from longmesh.rules import Meta, OpCall, find_rule
 from longmesh.rules.lookup import Masked
-from longmesh.spec import Coordinate, Layout, MaskPartial, Partial, Replicate
-from longmesh.tensor.autograd import apply_lookup_mask
+from longmesh.spec import Coordinate, Layout, MaskPartial, Partial
+from longmesh.tensor.autograd import apply_lookup_mask, gradient_layout
 from longmesh.tensor.by_rule import describe_call, local_form, pends_more
 from longmesh.tensor.mask_buffer import MaskBuffer, without_mask
 from longmesh.tensor.meta import contiguous_stride
@@ -38,9 +38,12 @@ from longmesh.tensor.propagate import choose
 from longmesh.tensor.steps import (
     ApplyMask,
     Exchange,
+    Forget,
     Gather,
     LocalCall,
+    Recall,
     Redistribute,
+    RunOps,
     Slot,
     Step,
     drops,
@@ -140,6 +143,10 @@ class Planner:
         self.needs_values = False
         self.replaces = False
         self.depth = 0
+        self.remembering: list[int] = []
+        # What was noted before the op (`Dispatcher.notes`), and what is to be done with its result.
+        self.note: Any = None
+        self.after: Callable[[Any], None] | None = None
 
     # -- slots and tensors ---------------------------------------------------------------------
 
@@ -166,6 +173,8 @@ class Planner:
         if own is None:
             whole = Layout.replicated(self.comm.shape)
             own = tensor_layout(self.comm.mesh, whole, tensor.shape, tensor.stride(), tensor.dtype)
+        if own.reduced is not None:
+            self.remembering.append(number)
         result = self.planned(slot, own)
         result.input = number
         return result
@@ -193,25 +202,32 @@ class Planner:
 
     # -- vocabulary ----------------------------------------------------------------------------
 
-    def redistribute(self, x: Planned, layout: Layout) -> Planned:
+    def redistribute(self, x: Planned, layout: Layout, *, remembers: bool = False) -> Planned:
         """The same tensor in another layout."""
         own = x._tensor_layout
         if own.layout is layout:
             return x
+        if own.reduced is not None and not layout.partial_axes:
+            assert x.input is not None
+            slot = self.new_slot()
+            self.steps.append(Recall(x.input, slot, own))
+            known = tensor_layout(own.mesh, own.reduced, own.shape, own.stride, own.dtype)
+            return self.redistribute(self.planned(slot, known), layout)
         slot = self.new_slot()
-        self.steps.append(Redistribute(x.slot, slot, own, layout, x.input))
+        self.steps.append(Redistribute(x.slot, slot, own, layout, x.input, remembers))
         stride = contiguous_stride(own.shape) if own.face_stride is not None else own.stride
         return self.planned(slot, tensor_layout(own.mesh, layout, own.shape, stride, own.dtype))
 
-    def replicated(self, x: Planned) -> Planned:
+    def replicated(self, x: Any) -> Planned:
         return self.redistribute(x, Layout.replicated(x._layout.mesh))
 
     def reduced(self, x: Any) -> Planned:
         """The tensor without pending reductions."""
-        layout = x._layout
-        for axis in layout.partial_axes:
-            layout = layout.with_placement(axis, Replicate())
-        return self.redistribute(x, layout)
+        return self.redistribute(x, gradient_layout(x._layout))
+
+    def reduced_for_good(self, x: Planned) -> Planned:
+        """As `reduced`; an input remembers the result, so that it is not reduced a second time."""
+        return self.redistribute(x, gradient_layout(x._layout), remembers=True)
 
     def linear_or_reduced(self, x: Any) -> Planned:
         """Zeros may be put around a pending sum or average; any other pending reduction is carried out first."""
@@ -267,24 +283,58 @@ class Planner:
         """
         own = like._tensor_layout
         layout, dtype, shape = layout or own.layout, dtype or own.dtype, tuple(shape)
-        group = own.comm.group(tuple(sorted(layout.cuts(dim))))
-        slot = self.new_slot()
-        wanted = [layout.interval(dim, shape[dim], member) for member in group.members]
         rows = layout.local_shape(shape, own.comm.coordinate)
-        row = math.prod(int(n) for d, n in enumerate(rows) if d != dim)
+
+        def want(member: Coordinate) -> Interval:
+            start, length = layout.interval(dim, shape[dim], member)
+            return int(start), int(length)
+
+        part = self.exchange_into(
+            pieces,
+            like,
+            dim,
+            pieces_of,
+            want,
+            fill=fill,
+            axes=tuple(sorted(layout.cuts(dim))),
+            row=math.prod(int(n) for d, n in enumerate(rows) if d != dim),
+            dtype=dtype,
+        )
+        return self.wrap(part, like, layout=layout, shape=shape, dtype=dtype)
+
+    def exchange_into(
+        self,
+        pieces: Sequence[Any],
+        like: Planned,
+        dim: int,
+        have: Callable[[Coordinate], Pieces],
+        want: Callable[[Coordinate], Interval],
+        *,
+        fill: Any = 0,
+        axes: tuple[int, ...] | None = None,
+        row: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Part:
+        """The interval of `dim` that each rank of `axes` wants, put together from the pieces that they have; `row`: the
+        elements of one row of this rank's pieces. What is not given is as in `like`."""
+        own = like._tensor_layout
+        if row is None:
+            row = math.prod(int(n) for d, n in enumerate(like.local_shape) if d != dim)
+        group = own.comm.group(tuple(sorted(own.layout.cuts(dim))) if axes is None else axes)
+        slot = self.new_slot()
         self.steps.append(
             Exchange(
                 tuple(map(_slot, pieces)),
                 slot,
-                tuple(pieces_of(member) for member in group.members),
-                tuple((int(start), int(length)) for start, length in wanted),
+                tuple(map(have, group.members)),
+                tuple(map(want, group.members)),
                 dim,
                 group,
                 fill,
-                row * dtype.itemsize,
+                row * (dtype or own.dtype).itemsize,
             )
         )
-        return self.planned(slot, tensor_layout(own.mesh, layout, shape, contiguous_stride(shape), dtype))
+        return Part(slot)
 
     def wrap(
         self,
@@ -311,6 +361,14 @@ class Planner:
         slot = self.new_slot()
         self.steps.append(LocalCall(func, whole_args, whole_kwargs, slot))
         return Whole(slot, self.comm.mesh)
+
+    def one_by_one(self, func: OpOverload, run: Callable[..., Any]) -> Part:
+        """`run(func, args, kwargs)` on the call's own tensors: its ops are planned as they run, since values decide."""
+        if self.depth > 1:
+            raise Unplannable
+        slot = self.new_slot()
+        self.steps.append(RunOps(func, lambda *args, **kwargs: run(func, args, kwargs), slot))
+        return Part(slot)
 
     def write(self, target: Planned, value: Planned) -> None:
         """Copy a value into a tensor, in place."""
@@ -408,12 +466,17 @@ class Planner:
             raise Unplannable
         if not tensors:
             return self._make(func, args, kwargs)
-        decomposition = decomposition_of(func)
-        if decomposition is not None:
-            with _Tracing(self):
-                return decomposition(*args, **kwargs)
+        if decomposition_of(func) is not None:
+            return self.decompose(func, args, kwargs)
         self.warn_of(func)
         return self.on_whole_tensors(func, args, kwargs)
+
+    def decompose(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """By the ops that it is made of."""
+        decomposition = decomposition_of(func)
+        assert decomposition is not None, f"{func} is made of no other ops"
+        with _Tracing(self):
+            return decomposition(*args, **kwargs)
 
     def warn_of(self, func: OpOverload) -> None:
         name = str(func)
@@ -472,7 +535,9 @@ class Planner:
                     return Given(value.input)
                 kept.add(value.slot)
                 own = value._tensor_layout
-                return Output(own.mesh, own.layout, own.shape, None, value.slot)
+                return Output(
+                    own.mesh, own.layout, own.shape, None, value.slot, 0 if own.has_lookup else None
+                )
             if isinstance(value, Output):
                 kept.add(value.slot)
             if isinstance(value, Slot):
@@ -485,6 +550,8 @@ class Planner:
                 return [leaf(v) for v in value] if isinstance(value, list) else tuple(leaf(v) for v in value)
             return value
 
+        if func._schema.is_mutable:
+            self.steps += [Forget(number) for number in self.remembering]
         steps = tuple(self.steps)
         template = leaf(result)
         return OpPlan(
@@ -496,6 +563,7 @@ class Planner:
             is_view=facts.is_view,
             is_copy=any(step.is_collective or isinstance(step, (Redistribute, Exchange)) for step in steps),
             needs_values=self.needs_values,
+            after=self.after,
             how=how,
         )
 

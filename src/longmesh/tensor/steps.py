@@ -1,6 +1,7 @@
 """The steps that an op's plan is made of. Each reads and writes numbered slots, which hold this rank's local tensors.
 
     ApplyMask      a pending lookup of an input becomes a plain pending sum
+    Recall, Forget the reduced value that a pending input remembers from an earlier op
     Redistribute   an input or an intermediate value goes to another layout
     Exchange       rows of one sharded dim change hands, so that chunking holds again
     Gather         every rank of some axes gets every rank's small result
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch._ops import OpOverload
 
 from longmesh.comm import run_plan
@@ -104,13 +106,15 @@ class ApplyMask:
 
 @dataclass(frozen=True, slots=True)
 class Redistribute:
-    """A value laid out as `have` goes to `layout`. `input`: the tensor argument that it is; None: it was computed."""
+    """A value laid out as `have` goes to `layout`. `input`: the tensor argument that it is; None: it was computed.
+    `remembers`: the input keeps the result, as its reduced value."""
 
     source: int
     out: int
     have: TensorLayout
     layout: Layout
     input: int | None
+    remembers: bool = False
 
     @property
     def plan(self) -> RedistributePlan:
@@ -121,7 +125,11 @@ class Redistribute:
         return [self.source]
 
     def run(self, frame: Frame) -> None:
-        frame.values[self.out] = run_plan(self.plan, frame.values[self.source], self.have.comm)
+        local = frame.values[self.out] = run_plan(self.plan, frame.values[self.source], self.have.comm)
+        if self.remembers and self.input is not None:
+            tensor = frame.tensors[self.input]
+            tensor._reduced = Reduced(local, version_of(tensor))
+            tensor._tensor_layout = self.have.remembering(self.layout)
 
     @property
     def sent_bytes(self) -> int:
@@ -135,6 +143,73 @@ class Redistribute:
     def is_reduction(self) -> bool:
         """Whether it carries out a reduction that the op itself left pending."""
         return self.input is None and bool(self.have.layout.partial_axes)
+
+
+class Reduced(NamedTuple):
+    """The local part of a pending tensor's value once reduced, and the tensor's version then."""
+
+    local: torch.Tensor
+    version: int
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """The reduced value that an input remembers: what was reduced once is not reduced again, to other last bits."""
+
+    input: int
+    out: int
+    have: TensorLayout
+
+    @property
+    def reads(self) -> list[int]:
+        return []
+
+    def run(self, frame: Frame) -> None:
+        tensor = frame.tensors[self.input]
+        known, layout = tensor._reduced, self.have.reduced
+        assert layout is not None, "only what is remembered is recalled"
+        if known.version != version_of(tensor):  # written to through a view
+            known = Reduced(
+                run_plan(self.have.route(layout), tensor._local_tensor, self.have.comm), version_of(tensor)
+            )
+            tensor._reduced = known
+        frame.values[self.out] = known.local
+
+    @property
+    def sent_bytes(self) -> int:
+        return 0
+
+    @property
+    def is_collective(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """An input that is written to forgets its reduced value."""
+
+    input: int
+
+    @property
+    def reads(self) -> list[int]:
+        return []
+
+    def run(self, frame: Frame) -> None:
+        tensor = frame.tensors[self.input]
+        tensor._reduced = None
+        tensor._tensor_layout = tensor._tensor_layout.remembering(None)
+
+    @property
+    def sent_bytes(self) -> int:
+        return 0
+
+    @property
+    def is_collective(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +398,7 @@ class RunOps:
         return False
 
 
-Step = ApplyMask | Redistribute | Exchange | Gather | Halo | GivenCall | LocalCall | RunOps
+Step = ApplyMask | Recall | Forget | Redistribute | Exchange | Gather | Halo | GivenCall | LocalCall | RunOps
 
 
 def drops(steps: tuple[Step, ...], keep: set[int], num_inputs: int) -> tuple[tuple[int, ...], ...]:

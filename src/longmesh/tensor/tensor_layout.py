@@ -42,6 +42,7 @@ class TensorLayout:
         "layout",
         "mesh",
         "plans",
+        "reduced",
         "routes",
         "shape",
         "stride",
@@ -63,6 +64,8 @@ class TensorLayout:
     routes: dict[Layout, RedistributePlan]
     # Plans of ops whose first DTensor is laid out so (dispatch.py).
     plans: dict[tuple[Any, ...], Any]
+    # Of a tensor with a pending reduction that remembers its reduced value: the layout of that.
+    reduced: Layout | None
     # Whether it is a pending lookup, whose mask is not applied yet.
     has_lookup: bool
 
@@ -71,6 +74,10 @@ class TensorLayout:
 
     def with_layout(self, layout: Layout) -> TensorLayout:
         return tensor_layout(self.mesh, layout, self.shape, self.stride, self.dtype)
+
+    def remembering(self, reduced: Layout | None) -> TensorLayout:
+        """The same for a tensor that remembers its reduced value, laid out so."""
+        return tensor_layout(self.mesh, self.layout, self.shape, self.stride, self.dtype, reduced)
 
     def route(self, layout: Layout) -> RedistributePlan:
         """The plan from here to `layout`. For concrete sizes: a compiler specialises here."""
@@ -95,14 +102,15 @@ class _Registry:
         shape: Sequence[int],
         stride: Sequence[int],
         dtype: torch.dtype,
+        reduced: Layout | None = None,
     ) -> TensorLayout:
         comm = comm_of(mesh)
-        key = (comm, layout, shape, stride, dtype)
+        key = (comm, layout, shape, stride, dtype, reduced)
         try:
             found = self._known.get(key)
         except TypeError:
             if type(shape) is list or type(stride) is list:
-                return self.get(mesh, layout, tuple(shape), tuple(stride), dtype)
+                return self.get(mesh, layout, tuple(shape), tuple(stride), dtype, reduced)
             return self._make(mesh, key, is_symbolic=True)
         if found is None:
             found = self._known[key] = self._make(mesh, key, is_symbolic=False)
@@ -111,7 +119,7 @@ class _Registry:
     def _make(self, mesh: DeviceMesh, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorLayout:
         held = object.__new__(TensorLayout)
         held.mesh = mesh
-        held.comm, held.layout, held.shape, held.stride, held.dtype = key
+        held.comm, held.layout, held.shape, held.stride, held.dtype, held.reduced = key
         held.is_symbolic = is_symbolic
         held.face_stride = (
             held.stride if is_symbolic or held.stride != contiguous_stride(held.shape) else None
@@ -125,7 +133,7 @@ class _Registry:
 
     def _kind(self, held: TensorLayout) -> Kind:
         sizes = tuple([n if n < 2 else 2 for n in held.shape])
-        return self._kinds.setdefault((held.comm, held.layout, held.dtype, sizes), Kind())
+        return self._kinds.setdefault((held.comm, held.layout, held.dtype, held.reduced, sizes), Kind())
 
 
 _registry = _Registry()

@@ -297,7 +297,7 @@ class ContextParallel:
             outer, ranks = self._group((0,))
             members = tuple(rank // plan.inner for rank in ranks)
         routes = tuple(Route(row, self.rank, members, peers) for row in plan.rows)
-        elementwise = any(bool(row.schedule.tiles[:, 8].any()) for row in plan.rows)
+        elementwise = any(row.schedule.has_elementwise for row in plan.rows)
         return Heads(plan, routes, outer, inner, elementwise)
 
     def _group(self, axes: tuple[int, ...]) -> tuple[AxisGroup, tuple[int, ...]]:

@@ -9,18 +9,10 @@ import dataclasses
 import numpy as np
 
 from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.exchange.fragment import AT, OWNER, RANK, STAGE, START, STOP
-from longmesh.attention.layout.base import Ownership
+from longmesh.attention.exchange.needs import Needs, Stretches
+from longmesh.attention.exchange.sparse import Sparse
 
-
-def shards_from(rank: np.ndarray, piece: np.ndarray, owned: Ownership) -> np.ndarray:
-    """Fragments for whole rows `piece` of the ownership's table at `rank`."""
-    table = owned.table
-    out = np.zeros((len(rank), 7), dtype=np.int64)
-    out[:, RANK], out[:, OWNER], out[:, AT] = rank, table[piece, 2], table[piece, 0]
-    out[:, START] = table[piece, 3]
-    out[:, STOP] = table[piece, 3] + table[piece, 1] - table[piece, 0]
-    return out
+_AT_ONCE = Sparse(stages_at_most=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +24,14 @@ class AllGather(Exchange):
     [1024, 3072]
     """
 
-    def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
-        if len(remote) == 0:
-            return remote
-        rank, piece = np.divmod(np.arange(owned.num_ranks * len(owned.table)), len(owned.table))
-        out = shards_from(rank, piece, owned)
-        out = out[out[:, RANK] != out[:, OWNER]]
-        out[:, STAGE] = 1
-        return out
+    def last_stage(self, needs: Needs) -> int:
+        return _AT_ONCE.last_stage(needs.everything())
+
+    def stretches(self, needs: Needs) -> Stretches:
+        return _AT_ONCE.stretches(needs.everything())
+
+    def received(self, needs: Needs, rank: int) -> np.ndarray:
+        return _AT_ONCE.received(needs.everything(), rank)
+
+    def lent(self, needs: Needs, owner: int) -> np.ndarray:
+        return _AT_ONCE.lent(needs.everything(), owner)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.layout.base import Ownership
+from longmesh.attention.exchange.needs import Needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,5 +17,11 @@ class AutoExchange(Exchange):
     Sparse
     """
 
-    def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
+    def last_stage(self, needs: Needs) -> int:
+        raise AssertionError("planning replaces AutoExchange by the exchange it chose")
+
+    def received(self, needs: Needs, rank: int) -> np.ndarray:
+        raise AssertionError("planning replaces AutoExchange by the exchange it chose")
+
+    def lent(self, needs: Needs, owner: int) -> np.ndarray:
         raise AssertionError("planning replaces AutoExchange by the exchange it chose")

@@ -2,13 +2,15 @@
 
 Stage 0 is a rank's own shard. The transfer of stage i + 1 is under way while stage i is computed, and
 backward walks the same stages: partial key gradients go home and are summed.
+
+An exchange is asked for one rank at a time, so that a plan of a thousand ranks costs a rank no more than its own part.
 """
 
 import abc
 
 import numpy as np
 
-from longmesh.attention.layout.base import Ownership
+from longmesh.attention.exchange.needs import Needs, Stretches, join_fragments, join_stretches
 
 
 class Exchange(abc.ABC):
@@ -23,8 +25,21 @@ class Exchange(abc.ABC):
     groups: int | None = None  # in how many groups of heads, where they are split; None: by their size
 
     @abc.abstractmethod
-    def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
-        """Fragments with STAGE >= 1 that cover `remote`, the fragments each rank needs of others."""
+    def last_stage(self, needs: Needs) -> int:
+        """The last stage in which a key arrives anywhere; 0 if none does."""
+
+    @abc.abstractmethod
+    def received(self, needs: Needs, rank: int) -> np.ndarray:
+        """The fragments in a rank's buffers, by stage and offset."""
+
+    @abc.abstractmethod
+    def lent(self, needs: Needs, owner: int) -> np.ndarray:
+        """The fragments of `owner`'s keys in the buffers of others, by rank, stage and offset."""
+
+    def stretches(self, needs: Needs) -> Stretches:
+        """What lies in every rank's buffers."""
+        ranks = range(needs.owned.num_ranks)
+        return join_stretches([join_fragments(self.received(needs, rank)) for rank in ranks])
 
     def __str__(self) -> str:
         return type(self).__name__

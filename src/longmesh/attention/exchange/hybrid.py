@@ -12,9 +12,9 @@ import dataclasses
 import numpy as np
 
 from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.exchange.needs import Needs, Stretches
 from longmesh.attention.exchange.sparse import Sparse
 from longmesh.attention.exchange.ulysses import check_groups
-from longmesh.attention.layout.base import Ownership
 from longmesh.errors import LongmeshError
 
 
@@ -42,8 +42,17 @@ class Hybrid(Exchange):
     def relays(self) -> bool:  # type: ignore[override]
         return self.outer.relays
 
-    def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
-        return self.outer.stages(remote, owned)
+    def last_stage(self, needs: Needs) -> int:
+        return self.outer.last_stage(needs)
+
+    def stretches(self, needs: Needs) -> Stretches:
+        return self.outer.stretches(needs)
+
+    def received(self, needs: Needs, rank: int) -> np.ndarray:
+        return self.outer.received(needs, rank)
+
+    def lent(self, needs: Needs, owner: int) -> np.ndarray:
+        return self.outer.lent(needs, owner)
 
     def __str__(self) -> str:
         return f"Hybrid(outer={self.outer})"

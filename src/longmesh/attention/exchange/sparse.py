@@ -9,9 +9,9 @@ import dataclasses
 
 import numpy as np
 
+from longmesh.attention.exchange import needs as stretches_of
 from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.exchange.fragment import AT, RANK, STAGE, START, STOP
-from longmesh.attention.layout.base import Ownership
+from longmesh.attention.exchange.needs import Needs, Stretches, deal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,25 +27,15 @@ class Sparse(Exchange):
     stages_at_most: int = 2
     min_tokens: int = 1024  # a stage that would bring fewer to every rank is not worth a collective
 
-    def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
-        if len(remote) == 0:
-            return remote
-        remote = remote[np.lexsort((remote[:, AT], remote[:, RANK]))]
-        size = remote[:, STOP] - remote[:, START]
-        total = np.bincount(remote[:, RANK], weights=size, minlength=owned.num_ranks).astype(np.int64)
-        count = int(min(self.stages_at_most, max(1, total.max() // self.min_tokens)))
-        before = np.cumsum(size) - size
-        before -= (np.cumsum(total) - total)[remote[:, RANK]]
-        parts: list[np.ndarray] = []
-        for part in range(count):
-            low = (total * part // count)[remote[:, RANK]]
-            high = (total * (part + 1) // count)[remote[:, RANK]]
-            start = np.clip(low - before, 0, size)
-            stop = np.clip(high - before, 0, size)
-            piece = remote.copy()
-            piece[:, STAGE] = part + 1
-            piece[:, AT] += start
-            piece[:, STOP] = piece[:, START] + stop
-            piece[:, START] += start
-            parts.append(piece[start < stop])
-        return np.concatenate(parts)
+    def last_stage(self, needs: Needs) -> int:
+        most = int(needs.remote_tokens.max(initial=0))
+        return min(self.stages_at_most, max(1, most // self.min_tokens)) if most else 0
+
+    def stretches(self, needs: Needs) -> Stretches:
+        return deal(needs, max(1, self.last_stage(needs)))
+
+    def received(self, needs: Needs, rank: int) -> np.ndarray:
+        return stretches_of.received(self.stretches(needs), rank, needs.owned)
+
+    def lent(self, needs: Needs, owner: int) -> np.ndarray:
+        return stretches_of.lent(self.stretches(needs), owner, needs.owned)

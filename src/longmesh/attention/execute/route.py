@@ -8,6 +8,7 @@ gradients home: what was `take` becomes `place` and the other way round, and cou
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longmesh.attention.exchange.fragment import OWNER, RANK, STAGE, START, STOP
 from longmesh.attention.mask.block import Block
 from longmesh.attention.mask.slices import COLUMNS, area
 from longmesh.attention.plan.attention_plan import RankPlan, RowPlan, Rows, Stage
+from longmesh.attention.plan.intervals import spans
 
 Where = Tensor | slice
 
@@ -46,28 +47,49 @@ class Move:
 
 
 def make_move(
-    sends: Sequence[Rows], receives: Sequence[Rows], members: Sequence[int], by_messages: bool = False
+    sends: Sequence[Rows], receives: Sequence[Rows], places: dict[int, int], by_messages: bool = False
 ) -> Move:
-    """`sends` are rows of my source buffer; `receives`, in order, fill the destination from its first row."""
-    send_counts = [sum(r.stop - r.start for r in sends if r.rank == m) for m in members]
-    recv_counts = [sum(r.stop - r.start for r in receives if r.rank == m) for m in members]
-    take = [np.arange(r.start, r.stop) for m in members for r in sends if r.rank == m]
-    sizes = [r.stop - r.start for r in receives]
-    offsets = np.cumsum([0, *sizes])
-    place = [
-        np.arange(offsets[i], offsets[i + 1]) for m in members for i, r in enumerate(receives) if r.rank == m
-    ]
-    return Move(tuple(send_counts), tuple(recv_counts), _where(take), _where(place), by_messages)
+    """`sends` are rows of my source buffer; `receives`, in order, fill the destination from its first row.
+
+    `places`: where each rank of the plan stands in the group.
+    """
+    out = sorted(((places[rank], start, stop) for rank, start, stop in sends), key=_place)
+    into, at = [], 0
+    for rank, start, stop in receives:
+        into.append((places[rank], at, at + stop - start))
+        at += stop - start
+    into.sort(key=_place)
+    n = len(places)
+    return Move(_counts(out, n), _counts(into, n), _where(out), _where(into), by_messages)
 
 
-def _where(spans: list[np.ndarray]) -> Where:
+def _place(row: tuple[int, int, int]) -> int:
+    return row[0]
+
+
+def _counts(rows: list[tuple[int, int, int]], num_members: int) -> tuple[int, ...]:
+    counts = [0] * num_members
+    for place, start, stop in rows:
+        counts[place] += stop - start
+    return tuple(counts)
+
+
+def _where(rows: Sequence[tuple[int, int, int]]) -> Where:
     """A slice if the rows are adjacent and in order, else their numbers."""
-    rows = np.concatenate([np.zeros(0, dtype=np.int64), *spans])
-    if len(rows) == 0:
+    rows = [row for row in rows if row[1] < row[2]]
+    if not rows:
         return slice(0, 0)
-    if (np.diff(rows) == 1).all():
+    if all(before[2] == after[1] for before, after in itertools.pairwise(rows)):
+        return slice(rows[0][1], rows[-1][2])
+    _, start, stop = np.array(rows, dtype=np.int64).T
+    return torch.from_numpy(spans(start, stop - start))
+
+
+def _where_rows(rows: np.ndarray) -> Where:
+    """The same of rows one by one."""
+    if len(rows) and (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows)
+    return torch.from_numpy(rows) if len(rows) else slice(0, 0)
 
 
 def part(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
@@ -91,11 +113,11 @@ class Route:
         self.plan: RankPlan = row.rank(rank)
         self.peers = tuple(peers)
         self.tokens_in_group = row.schedule.ownership.counts[self.plan.group]
-        self._members = tuple(members)
+        self._places = {rank: place for place, rank in enumerate(members)}
         self.has_remote_queries = len(row.schedule.queries) > 0
         self.keys = tuple(None if s.local else self._key_move(s) for s in self.plan.stages)
-        self.home = tuple(None if s.local else self._home_move(i, s) for i, s in enumerate(self.plan.stages))
-        self.queries = make_move(self.plan.queries_out, self.plan.queries_in, self._members)
+        self.home = tuple(None if s.local else self._home_move(s) for s in self.plan.stages)
+        self.queries = make_move(self.plan.queries_out, self.plan.queries_in, self._places)
 
     @functools.cached_property
     def own_parts(self) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
@@ -105,14 +127,11 @@ class Route:
         return part(own.blocks) if own.local and others else (own.blocks, ())
 
     def _key_move(self, stage: Stage) -> Move:
-        return make_move(stage.sends, stage.receives, self._members, stage.relay)
+        return make_move(stage.sends, stage.receives, self._places, stage.relay)
 
-    def _home_move(self, number: int, stage: Stage) -> Move:
+    def _home_move(self, stage: Stage) -> Move:
         """The way of gradients: straight to the owners, also where the keys were passed on."""
-        f = self.row.schedule.fragments
-        lent = f[(f[:, OWNER] == self.plan.group) & (f[:, STAGE] == number)]
-        sends = [Rows(*entry) for entry in lent[:, [RANK, START, STOP]].tolist()]
-        return make_move(sends, stage.kv, self._members, stage.relay).transposed
+        return make_move(stage.lent, stage.kv, self._places, stage.relay).transposed
 
     @functools.cached_property
     def q_positions(self) -> Tensor:
@@ -126,4 +145,4 @@ class Route:
     @functools.cached_property
     def peer_rows(self) -> tuple[Where, ...]:
         """For each peer, the rows of the group's buffers that its tokens have."""
-        return tuple(_where([self.row.group_rows(peer)]) for peer in self.peers)
+        return tuple(_where_rows(self.row.group_rows(peer)) for peer in self.peers)

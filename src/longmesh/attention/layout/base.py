@@ -74,6 +74,10 @@ class Ownership:
         out[:, 3] = before - np.cumsum([0, *self.counts])[out[:, 2]]
         return out[np.argsort(out[:, 0], kind="stable")]
 
+    def pieces_of(self, rank: int) -> np.ndarray:
+        """The rows of `table` that are a rank's."""
+        return self.table[self.table[:, 2] == rank]
+
     def coordinates(self, rank: int) -> np.ndarray:
         """The coordinates of a rank's tokens, in local order."""
         spans = [np.arange(start, stop, dtype=np.int64) for start, stop in self.pieces[rank]]

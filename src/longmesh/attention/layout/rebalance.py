@@ -19,23 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from longmesh.attention.layout.base import Ownership
-from longmesh.attention.mask.slices import (
-    EW,
-    K0,
-    K1,
-    Q0,
-    Q1,
-    area,
-    intersect,
-    make_slices,
-    overlaps,
-    subtract,
-    tighten,
-)
+from longmesh.attention.mask.one_slice import Rectangle, area_of_one, subtract_rectangle
+from longmesh.attention.mask.slices import EW, K0, K1, LO, Q0, Q1, area
+from longmesh.attention.plan.schedule import WHO, rows_at_home
 
 Array = np.ndarray
-Rectangle = tuple[int, int, int, int]
-WHO = 7  # the column of the computing rank, behind those of a slice
 
 TOLERANCE = 0.018
 ROUNDS_PER_RANK = 6
@@ -49,48 +37,69 @@ class Move(NamedTuple):
     to: int
 
 
-def rows_at_home(slices: Array, owned: Ownership) -> Array:
-    """The slices cut by the owner of their queries, which is added as column WHO."""
-    table = owned.table
-    a, b = overlaps(slices[:, Q0], slices[:, Q1], table[:, 0], table[:, 1])
-    rows = np.concatenate([slices[a], table[b, 2:3]], axis=1)
-    rows[:, Q0] = np.maximum(rows[:, Q0], table[b, 0])
-    rows[:, Q1] = np.minimum(rows[:, Q1], table[b, 1])
-    return tighten(rows)
+class Loads:
+    """Who computes how much: each rank's rows with their areas, which change as rectangles are moved away.
+
+    A move concerns one rank's few rows, and there are thousands of moves on a thousand ranks: hence areas that are
+    kept, and single slices in Python's integers.
+    """
+
+    def __init__(self, slices: Array, owned: Ownership) -> None:
+        rows = rows_at_home(slices, owned)
+        rows = rows[np.argsort(rows[:, WHO], kind="stable")]
+        pairs = area(rows)
+        ends = np.searchsorted(rows[:, WHO], np.arange(1, owned.num_ranks))
+        self.rows = np.split(rows, ends)
+        self.pairs = np.split(pairs, ends)
+        self.load = np.zeros(owned.num_ranks, dtype=np.int64)
+        np.add.at(self.load, rows[:, WHO], pairs)
+
+    def movable(self, rank: int) -> tuple[Array, Array]:
+        """The rows that may be computed elsewhere, and their areas."""
+        rows, pairs = self.rows[rank], self.pairs[rank]
+        asked = rows[:, EW] == 1
+        return (rows[~asked], pairs[~asked]) if asked.any() else (rows, pairs)
+
+    def move(self, rectangle: Rectangle, source: int, to: int) -> None:
+        """Let `to` compute what `source` computes inside the rectangle."""
+        rows, pairs = self.rows[source], self.pairs[source]
+        q0, q1, k0, k1 = rectangle
+        touched = (rows[:, Q0] < q1) & (rows[:, Q1] > q0) & (rows[:, K0] < k1) & (rows[:, K1] > k0)
+        left = subtract_rectangle([tuple(row) for row in rows[touched].tolist()], rectangle)
+        sizes = [area_of_one(*row) for row in left]
+        taken = int(pairs[touched].sum()) - sum(sizes)
+        new = np.array(left, dtype=np.int64).reshape(-1, WHO + 1)
+        self.rows[source] = np.concatenate([rows[~touched], new])
+        self.pairs[source] = np.concatenate([pairs[~touched], np.array(sizes, dtype=np.int64)])
+        self.load[source] -= taken
+        self.load[to] += taken
 
 
 def rebalance(slices: Array, owned: Ownership, query_cost: float) -> Ownership:
     """The same ownership with rectangles moved until the ranks are even, or no move helps."""
-    rows = rows_at_home(slices, owned)
-    by_rank = [rows[rows[:, WHO] == rank] for rank in range(owned.num_ranks)]
-    load = np.zeros(owned.num_ranks, dtype=np.int64)
-    np.add.at(load, rows[:, WHO], area(rows))
+    loads = Loads(slices, owned)
+    load, table = loads.load, owned.table
     mean = int(load.sum()) // owned.num_ranks
     moved: list[tuple[int, int, int, int, int]] = []
     for _ in range(ROUNDS_PER_RANK * owned.num_ranks):
-        busy = int(np.argmax(load))
+        busy = int(load.argmax())
         if load[busy] <= mean * (1 + TOLERANCE):
             break
-        move = _cheapest_move(by_rank[busy], busy, load, mean, owned.table, query_cost)
+        move = _cheapest_move(*loads.movable(busy), busy, load, mean, table, query_cost)
         if move is None:
             break
-        cut = make_slices(move.rectangle)
-        pairs = int(area(intersect(by_rank[busy][:, :WHO], cut)).sum())
         moved.append((*move.rectangle, move.to))
-        load[busy] -= pairs
-        load[move.to] += pairs
-        by_rank[busy] = subtract(by_rank[busy], cut)
+        loads.move(move.rectangle, busy, move.to)
     return dataclasses.replace(owned, moved=tuple(moved))
 
 
 def _cheapest_move(
-    mine: Array, busy: int, load: Array, mean: int, table: Array, query_cost: float
+    mine: Array, pairs: Array, busy: int, load: Array, mean: int, table: Array, query_cost: float
 ) -> Move | None:
-    mine = mine[mine[:, EW] == 0]
     if len(mine) == 0:
         return None
     known = _to_key_owner(mine, busy, load, mean, table, query_cost)
-    other = _to_idlest(mine, busy, load, mean, query_cost)
+    other = _to_idlest(mine[int(pairs.argmax())], busy, load, mean, query_cost)
     if known is None or other is None:
         return known or other
     return known if known.cost <= other.cost else other
@@ -100,43 +109,54 @@ def _to_key_owner(
     mine: Array, busy: int, load: Array, mean: int, table: Array, query_cost: float
 ) -> Move | None:
     """The cheapest move of kind 1 or 2: to a rank that owns the keys and has room."""
-    a, b = overlaps(mine[:, K0], mine[:, K1], table[:, 0], table[:, 1])
+    first = table[:, 1].searchsorted(mine[:, K0], side="right")
+    count = table[:, 0].searchsorted(mine[:, K1], side="left") - first
+    a = np.repeat(np.arange(len(mine)), count)
+    b = np.arange(len(a)) + np.repeat(first - (count.cumsum() - count), count)
     owner = table[b, 2]
+    room = mean - load[owner]
+    keep = np.nonzero((owner != busy) & (room > 0))[0]
+    a, b, room = a[keep], b[keep], room[keep]
     k0, k1 = np.maximum(mine[a, K0], table[b, 0]), np.minimum(mine[a, K1], table[b, 1])
-    keep = (owner != busy) & (load[owner] < mean) & (k1 - k0 >= MIN_WIDTH)
-    if not keep.any():
+    width = k1 - k0
+    keep = np.nonzero(width >= MIN_WIDTH)[0]
+    if len(keep) == 0:
         return None
-    a, owner, k0, k1 = a[keep], owner[keep], k0[keep], k1[keep]
+    a, b, k0, k1, width, room = a[keep], b[keep], k0[keep], k1[keep], width[keep], room[keep]
     q0, q1 = mine[a, Q0], mine[a, Q1]
-    wanted = np.minimum(load[busy] - mean, mean - load[owner])
-    width, height = k1 - k0, q1 - q0
+    height = q1 - q0
+    wanted = np.minimum(load[busy] - mean, room)
     some_rows = np.minimum(height, -(-wanted // width))
     some_keys = np.minimum(width, -(-wanted // height))
-    by_rows = query_cost * some_rows - np.where(some_rows == height, width, 0)
-    by_keys = query_cost * height - some_keys
-    cost = np.stack([by_rows, by_keys]) / np.minimum([some_rows * width, some_keys * height], wanted)
-    enough = np.stack([some_rows * width, some_keys * height]) >= wanted // MIN_PART
-    cost = np.where(enough, cost, np.inf)
-    kind, i = divmod(int(np.argmin(cost)), len(a))
-    if not math.isfinite(cost[kind, i]):
+    kinds = (
+        (query_cost * some_rows - np.where(some_rows == height, width, 0), some_rows * width),
+        (query_cost * height - some_keys, some_keys * height),
+    )
+    enough = wanted // MIN_PART
+    cost = np.concatenate(
+        [np.where(pairs >= enough, keys / np.minimum(pairs, wanted), np.inf) for keys, pairs in kinds]
+    )
+    best = int(cost.argmin())
+    kind, i = divmod(best, len(a))
+    if not math.isfinite(cost[best]):
         return None
     if kind == 0:
         rectangle = (int(q1[i] - some_rows[i]), int(q1[i]), int(k0[i]), int(k1[i]))
     else:
         rectangle = (int(q0[i]), int(q1[i]), int(k0[i]), int(k0[i] + some_keys[i]))
-    return Move(float(cost[kind, i]), rectangle, int(owner[i]))
+    return Move(float(cost[best]), rectangle, int(table[b[i], 2]))
 
 
-def _to_idlest(mine: Array, busy: int, load: Array, mean: int, query_cost: float) -> Move | None:
+def _to_idlest(row: Array, busy: int, load: Array, mean: int, query_cost: float) -> Move | None:
     """A move of kind 3: the last queries and first keys of the largest row."""
-    idlest = int(np.argmin(load))
+    idlest = int(load.argmin())
     wanted = int(min(load[busy] - mean, mean - load[idlest]))
-    row = mine[int(np.argmax(area(mine)))]
-    height, width = int(row[Q1] - row[Q0]), int(row[K1] - row[K0])
+    q0, q1, k0, k1 = row[:LO].tolist()
+    height, width = q1 - q0, k1 - k0
     wide = min(width, max(1, math.isqrt(int(wanted * query_cost))))
     high = min(height, max(1, wanted // wide))
     wide = min(width, max(1, wanted // high))
     if high * wide < MIN_WIDTH * MIN_WIDTH // 16:
         return None
-    rectangle = (int(row[Q1]) - high, int(row[Q1]), int(row[K0]), int(row[K0]) + wide)
+    rectangle = (q1 - high, q1, k0, k0 + wide)
     return Move((query_cost * high + wide) / (high * wide), rectangle, idlest)

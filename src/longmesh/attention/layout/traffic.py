@@ -2,22 +2,18 @@
 
 import numpy as np
 
-from longmesh.attention.exchange.fragment import OWNER, RANK, START, STOP
+from longmesh.attention.exchange.fragment import START, STOP
+from longmesh.attention.exchange.needs import Needs
 from longmesh.attention.layout.base import Ownership
 from longmesh.attention.mask.slices import K0, K1, area
-from longmesh.attention.plan.schedule import WHO, needed, remote_queries, rows_by_rank
+from longmesh.attention.plan.schedule import WHO, remote_queries, rows_by_rank
 
 
 def busiest_and_received(slices: np.ndarray, owned: Ownership, query_cost: float) -> tuple[float, float]:
     """(area of the busiest rank over the mean, tokens that a sparse exchange brings to all ranks)."""
     rows = rows_by_rank(slices, owned)
     load = np.bincount(rows[:, WHO], weights=area(rows), minlength=owned.num_ranks)
-    keys = needed(rows[:, WHO], rows[:, K0], rows[:, K1], owned)
-    keys = keys[keys[:, RANK] != keys[:, OWNER]]
+    keys = int(Needs.of(rows[:, WHO], rows[:, K0], rows[:, K1], owned).remote_tokens.sum())
     queries = remote_queries(rows, owned)
-    received = _tokens(keys) + query_cost * _tokens(queries)
+    received = keys + query_cost * int((queries[:, STOP] - queries[:, START]).sum())
     return float(load.max() / max(load.mean(), 1e-9)), received
-
-
-def _tokens(fragments: np.ndarray) -> float:
-    return float((fragments[:, STOP] - fragments[:, START]).sum())

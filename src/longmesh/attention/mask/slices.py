@@ -121,6 +121,45 @@ def _subtract_one(left: Array, cut: Array) -> Array:
     return tighten(parts.reshape(-1, left.shape[1]))
 
 
+def subtract_each(slices: Array, which: Array, rectangles: Array) -> Array:
+    """The slices without rectangles (q0, q1, k0, k1), each cut out of slice `which` only (in rising order).
+
+    In rounds: the first rectangle of every slice at once, then the second, and so on.
+    """
+    number = np.arange(len(which)) - np.searchsorted(which, which)
+    left = np.concatenate([slices, np.arange(len(slices))[:, None]], axis=1)
+    for turn in range(int(number.max(initial=-1)) + 1):
+        now = number == turn
+        cut = np.full(len(slices), -1)
+        cut[which[now]] = np.nonzero(now)[0]
+        mine = cut[left[:, -1]]
+        touched = mine >= 0
+        q0, q1, k0, k1 = rectangles[mine[touched], :4].T
+        part = left[touched]
+        outside = (
+            {Q1: np.minimum(part[:, Q1], q0)},
+            {Q0: np.maximum(part[:, Q0], q1)},
+            {
+                Q0: np.maximum(part[:, Q0], q0),
+                Q1: np.minimum(part[:, Q1], q1),
+                K1: np.minimum(part[:, K1], k0),
+            },
+            {
+                Q0: np.maximum(part[:, Q0], q0),
+                Q1: np.minimum(part[:, Q1], q1),
+                K0: np.maximum(part[:, K0], k1),
+            },
+        )
+        parts = [left[~touched]]
+        for limits in outside:
+            piece = part.copy()
+            for column, bound in limits.items():
+                piece[:, column] = bound
+            parts.append(tighten(piece))
+        left = np.concatenate(parts)
+    return left[:, :-1]
+
+
 def union(left: Array, right: Array) -> Array:
     """The pairs in either, each once. Elementwise slices ask the predicate of the whole union, so
     they keep clear of what is known exactly."""

@@ -32,6 +32,9 @@ from longmesh.attention.exchange.ulysses import HeadShare
 from longmesh.attention.layout.base import Layout, Ownership
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.block import Block
+from longmesh.attention.mask.slices import COLUMNS, EW
+from longmesh.attention.plan import merge_tiles as tile
+from longmesh.attention.plan.intervals import spans
 from longmesh.attention.plan.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -56,7 +59,8 @@ class Stage:
     """`kv`: the buffer from its first row to its last, as rows of the owners' shards.
 
     `receives` and `sends` are in the order of the bytes: rows of the *sender's* buffer, which is its own
-    shard, or with `relay` its buffer of the stage before. A `local` stage's buffer is the own shard.
+    shard, or with `relay` its buffer of the stage before. `lent` are rows of the own shard in buffers of others: their
+    gradients come home from there. A `local` stage's buffer is the own shard.
 
     >>> plan = plan_attention(seq_len=8, ranks=2, layout="contiguous", exchange="sparse")
     >>> own, arrived = plan.rows[0].rank(1).stages
@@ -68,6 +72,7 @@ class Stage:
     kv_rows: int
     receives: tuple[Rows, ...]
     sends: tuple[Rows, ...]
+    lent: tuple[Rows, ...]
     blocks: tuple[Block, ...]
     local: bool
     relay: bool
@@ -115,21 +120,17 @@ class RowPlan:
     def group_positions(self, rank: int) -> np.ndarray:
         """Global positions of the rows of the group's query and own key buffer, remote queries included."""
         owned, group = self.schedule.ownership, rank // self.inner
-        far = self.schedule.queries[self.schedule.queries[:, RANK] == group]
-        spans = [np.arange(f[AT], f[AT] + f[STOP] - f[START]) for f in far]
-        return owned.token_of(np.concatenate([owned.coordinates(group), *spans]))
+        far = self.schedule.queries_of(group)
+        return owned.token_of(np.concatenate([owned.coordinates(group), spans(far[:, AT], _sizes(far))]))
 
     def stage_positions(self, rank: int, stage: int) -> np.ndarray:
         """Global positions of the rows of a stage's key buffer."""
         owned, group = self.schedule.ownership, rank // self.inner
-        if self.rank(rank).stages[stage].local:
+        if self.schedule.is_local(stage):
             return owned.positions(group)
-        f = self.schedule.fragments
-        f = f[(f[:, RANK] == group) & (f[:, STAGE] == stage)]
-        spans = [
-            np.arange(at, at + size) for at, size in zip(f[:, AT], f[:, STOP] - f[:, START], strict=True)
-        ]
-        return owned.token_of(np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64))
+        f = self.schedule.received(group)
+        f = f[f[:, STAGE] == stage]
+        return owned.token_of(spans(f[:, AT], _sizes(f)))
 
     def group_rows(self, rank: int) -> np.ndarray:
         """For each of the rank's tokens, its row in the group's buffers."""
@@ -143,56 +144,83 @@ class RowPlan:
     def rank(self, rank: int) -> RankPlan:
         """What one rank does."""
         s, group = self.schedule, rank // self.inner
+        away, far = s.queries[s.queries[:, OWNER] == group], s.queries_of(group)
         return RankPlan(
             rank=rank,
             group=group,
             tokens=self.ownership.counts[rank],
-            query_rows=s.ownership.counts[group] + _size(s.queries[s.queries[:, RANK] == group]),
-            queries_in=_rows(s.queries[s.queries[:, RANK] == group], OWNER),
-            queries_out=_rows(s.queries[s.queries[:, OWNER] == group], RANK),
-            stages=tuple(_stage(s, group, stage) for stage in range(s.num_stages)),
+            query_rows=s.ownership.counts[group] + int(_sizes(far).sum()),
+            queries_in=_rows(far, OWNER),
+            queries_out=_rows(away, RANK),
+            stages=_stages(s, group),
             heads=self.shares[rank % self.inner] if self.shares else None,
         )
 
 
-def _size(fragments: np.ndarray) -> int:
-    return int((fragments[:, STOP] - fragments[:, START]).sum())
+def _sizes(fragments: np.ndarray) -> np.ndarray:
+    return fragments[:, STOP] - fragments[:, START]
 
 
 def _rows(fragments: np.ndarray, peer: int) -> tuple[Rows, ...]:
     return tuple(map(Rows._make, fragments[:, [peer, START, STOP]].tolist()))
 
 
-def _stage(s: Schedule, rank: int, stage: int) -> Stage:
-    tiles = s.tiles[(s.tiles[:, 0] == rank) & (s.tiles[:, 1] == stage), 2:]
-    blocks = tuple(Block(*tile[:6], elementwise=bool(tile[6])) for tile in tiles.tolist())
-    now = s.fragments[s.fragments[:, STAGE] == stage]
-    mine, others = now[now[:, RANK] == rank], now[now[:, OWNER] == rank]
-    if s.is_local(stage):
-        own = s.ownership.counts[rank]
-        return Stage((Rows(rank, 0, own),), own, (), (), blocks, local=True, relay=False)
-    receives, sends = _rows(mine, OWNER), _rows(others, RANK)
-    if s.relay:
+def _stages(s: Schedule, rank: int) -> tuple[Stage, ...]:
+    """All stages of one rank."""
+    numbers = np.arange(s.num_stages + 1)
+    lent = s.lent(rank)
+    lent = lent[np.argsort(lent[:, STAGE], kind="stable")]
+    tiles, mine = s.tiles(rank), s.received(rank)
+    tiles_at = np.searchsorted(tiles[:, tile.STAGE], numbers).tolist()
+    mine_at = np.searchsorted(mine[:, STAGE], numbers).tolist()
+    lent_at = np.searchsorted(lent[:, STAGE], numbers).tolist()
+    blocks = [Block(*row[:EW], elementwise=bool(row[EW])) for row in tiles[:, :COLUMNS].tolist()]
+    kv, sends = _rows(mine, OWNER), _rows(lent, RANK)
+    held = _Relay(s, rank) if s.relay else None
+    own = s.ownership.counts[rank]
+    found: list[Stage] = []
+    for stage in range(s.num_stages):
+        run = tuple(blocks[tiles_at[stage] : tiles_at[stage + 1]])
+        if s.is_local(stage):
+            found.append(Stage((Rows(rank, 0, own),), own, (), (), (), run, local=True, relay=False))
+            continue
+        arrive = kv[mine_at[stage] : mine_at[stage + 1]]
+        rows = sum(piece.stop - piece.start for piece in arrive)
+        leave = sends[lent_at[stage] : lent_at[stage + 1]]
+        way = (arrive, leave) if held is None else (held.receives(stage), held.sends(stage))
+        found.append(Stage(arrive, rows, *way, leave, run, local=False, relay=s.relay))
+    return tuple(found)
+
+
+class _Relay:
+    """What one rank receives from the rank before, and sends to the next: rows of the buffer of the stage before."""
+
+    def __init__(self, s: Schedule, rank: int) -> None:
         n = s.ownership.num_ranks
-        receives = _relayed(s, rank, stage)
-        sends = tuple(
-            Rows((rank + 1) % n, start, stop) for _, start, stop in _relayed(s, (rank + 1) % n, stage)
-        )
-    return Stage(_rows(mine, OWNER), _size(mine), receives, sends, blocks, local=False, relay=s.relay)
+        self._before, self._rank, self._after = (rank - 1) % n, rank, (rank + 1) % n
+        self._held = {r: self._stretches(s, r) for r in (self._before, self._rank, self._after)}
 
+    @staticmethod
+    def _stretches(s: Schedule, rank: int) -> dict[int, tuple[int, int]]:
+        """By stage, the rows of the owner's shard that a rank holds."""
+        found: dict[int, tuple[int, int]] = {}
+        for stage, start, stop in s.received(rank)[:, [STAGE, START, STOP]].tolist():
+            low, high = found.get(stage, (start, stop))
+            found[stage] = min(low, start), max(high, stop)
+        return found
 
-def _relayed(s: Schedule, rank: int, stage: int) -> tuple[Rows, ...]:
-    """Rows of the buffer that the rank before held one stage ago."""
-    before = (rank - 1) % s.ownership.num_ranks
-    f = s.fragments
-    now = f[(f[:, RANK] == rank) & (f[:, STAGE] == stage)]
-    if len(now) == 0:
-        return ()
-    held_from = 0
-    if stage > 1:
-        held = f[(f[:, RANK] == before) & (f[:, STAGE] == stage - 1)]
-        held_from = int(held[:, START].min())
-    return (Rows(before, int(now[:, START].min()) - held_from, int(now[:, STOP].max()) - held_from),)
+    def _rows(self, source: int, to: int, peer: int, stage: int) -> tuple[Rows, ...]:
+        if stage not in self._held[to]:
+            return ()
+        start, stop = self._held[to][stage]
+        held_from = self._held[source][stage - 1][0] if stage > 1 else 0
+        return (Rows(peer, start - held_from, stop - held_from),)
+
+    def receives(self, stage: int) -> tuple[Rows, ...]:
+        return self._rows(self._before, self._rank, self._before, stage)
+
+    def sends(self, stage: int) -> tuple[Rows, ...]:
+        return self._rows(self._rank, self._after, self._after, stage)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -226,11 +254,11 @@ class AttentionPlan:
     @functools.cached_property
     def digest(self) -> str:
         """The same for the same plan in every process: who owns, computes and sends what."""
-        found = hashlib.blake2b(f"{self.seq_len} {self.inner} {self.outer}".encode(), digest_size=8)
+        said = (self.seq_len, self.inner, self.outer, self.exchange)
+        found = hashlib.blake2b(repr(said).encode(), digest_size=8)
         for row in self.rows:
-            s = row.schedule
-            found.update(repr((row.ownership.pieces, row.ownership.stride, row.shares)).encode())
-            for array in (s.fragments, s.queries, s.tiles):
+            found.update(repr((row.ownership.stride, row.shares)).encode())
+            for array in (row.ownership.table, row.schedule.ownership.table, row.schedule.rows):
                 found.update(array.tobytes())
         return found.hexdigest()
 

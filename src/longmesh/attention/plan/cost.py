@@ -11,9 +11,10 @@ import dataclasses
 
 import numpy as np
 
-from longmesh.attention.exchange.fragment import RANK, STAGE, START, STOP
+from longmesh.attention.exchange.fragment import RANK, START, STOP
 from longmesh.attention.exchange.ulysses import HeadShare
 from longmesh.attention.mask.slices import area
+from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
 from longmesh.attention.plan.stats import rank_stats
 
@@ -34,15 +35,17 @@ def cost_us(plan: AttentionPlan, model: CostModel | None = None) -> float:
 
 
 def _row_cost(plan: AttentionPlan, row: RowPlan, model: CostModel) -> float:
-    s = row.schedule
+    s, tiles, kept = row.schedule, row.schedule.all_tiles(), row.schedule.all_stretches
     shape = (s.ownership.num_ranks, s.num_stages + 1)
     share = 1.0 / plan.inner
     compute, bring = np.zeros(shape), np.zeros(shape)
-    flops = 4.0 * area(s.tiles[:, 2:]) * plan.num_heads * plan.head_dim * share
-    np.add.at(compute, (s.tiles[:, 0], s.tiles[:, 1]), flops / model.flops_per_us + model.call_us)
+    flops = 4.0 * area(tiles) * plan.num_heads * plan.head_dim * share
+    np.add.at(
+        compute, (tiles[:, tile.RANK], tiles[:, tile.STAGE]), flops / model.flops_per_us + model.call_us
+    )
     token = 2 * plan.num_kv_heads * plan.head_dim * plan.dtype_bytes * share / model.bytes_per_us
-    size = (s.fragments[:, STOP] - s.fragments[:, START]) * token
-    np.add.at(bring, (s.fragments[:, RANK], s.fragments[:, STAGE]), size)
+    size = (kept.stop - kept.start) * token
+    np.add.at(bring, (kept.rank, kept.stage), size)
     bring[:, 1:] += model.transfer_us * (bring[:, 1:].max(axis=0) > 0)
     away = s.queries[:, STOP] - s.queries[:, START]
     query = plan.num_heads * plan.head_dim * plan.dtype_bytes * share / model.bytes_per_us

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from longmesh.attention.exchange.fragment import RANK, STAGE, START, STOP
+from longmesh.attention.exchange.fragment import START, STOP
 from longmesh.attention.mask.slices import area
+from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
 
 
@@ -54,7 +55,8 @@ def _stage_lines(row: RowPlan) -> list[str]:
     """For each stage and group: what arrives and which blocks run."""
     s = row.schedule
     who = "rank" if row.inner == 1 else "group"
-    pairs = area(s.tiles[:, 2:])
+    tiles, kept = s.all_tiles(), s.all_stretches
+    pairs = area(tiles)
     lines: list[str] = []
     for stage in range(s.num_stages):
         kind = (
@@ -66,9 +68,9 @@ def _stage_lines(row: RowPlan) -> list[str]:
         )
         lines.append(f"  stage {stage}: {kind}")
         for rank in range(s.ownership.num_ranks):
-            f = s.fragments[(s.fragments[:, RANK] == rank) & (s.fragments[:, STAGE] == stage)]
-            mine = (s.tiles[:, 0] == rank) & (s.tiles[:, 1] == stage)
-            tokens = int((f[:, STOP] - f[:, START]).sum())
+            arrived = (kept.rank == rank) & (kept.stage == stage)
+            mine = (tiles[:, tile.RANK] == rank) & (tiles[:, tile.STAGE] == stage)
+            tokens = int((kept.stop - kept.start)[arrived].sum())
             if tokens or mine.any():
                 arrives = f"{tokens} keys arrive, " if tokens else ""
                 lines.append(

@@ -13,15 +13,15 @@ neighbour's value. Tiles are joined in pairs until nothing changes.
 
 import numpy as np
 
-from longmesh.attention.mask.slices import EW, HI, K0, K1, LO, Q0, Q1, area, tighten
+from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, area, tighten
 
 Array = np.ndarray
-RANK, STAGE = 7, 8
+# A tile is a slice in rows of a rank's query buffer and of its key buffer of a stage: two columns behind a slice's.
+RANK, STAGE = COLUMNS, COLUMNS + 1
 
 
 def merge_tiles(rows: Array) -> Array:
-    """Rows (slice columns, rank, stage) to the same pairs in fewer rows (rank, stage, slice columns), in
-    a fixed order."""
+    """The same pairs in fewer tiles, in a fixed order: by rank, stage, queries and keys."""
     tiles = tighten(rows)
     before = len(tiles) + 1
     while len(tiles) < before:
@@ -30,8 +30,7 @@ def merge_tiles(rows: Array) -> Array:
             tiles = _join(tiles, edge, along=(K0, K1))
         for edge in (K0, K1):
             tiles = _join(tiles, edge, along=(Q0, Q1))
-    tiles = tiles[np.lexsort((tiles[:, K0], tiles[:, Q0], tiles[:, STAGE], tiles[:, RANK]))]
-    return np.concatenate([tiles[:, RANK:], tiles[:, :RANK]], axis=1)
+    return tiles[np.lexsort((tiles[:, K0], tiles[:, Q0], tiles[:, STAGE], tiles[:, RANK]))]
 
 
 def _join(t: Array, edge: int, along: tuple[int, int]) -> Array:

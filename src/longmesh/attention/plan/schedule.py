@@ -1,12 +1,12 @@
-"""Schedule: from slices, an ownership and a staging to buffers and blocks, for all ranks at once.
+"""Schedule: from slices, an ownership and an exchange to buffers and blocks, for one rank at a time.
 
-    slices --cut by query owner--> rows --which keys?--> fragments --staging--> stage buffers
-                                     \\------------cut by fragment------------> tiles
+    slices --cut by query owner--> rows --which keys?--> needs --exchange--> a rank's fragments, by stage
+                                     \\----------- cut by stretches of its buffers ----------> its tiles
 
-A *fragment* is an interval of keys that one rank needs and one rank owns; the exchange says in which
-stage it arrives. A stage's buffer holds its fragments in the order of their coordinates, so that a
-document received from several ranks is one stretch of keys again and costs one kernel call.
-Stage 0 is the rank's own shard, in its own order.
+What is kept for all ranks grows with the pieces that they own; what pairs of ranks have to do with each other is found
+when a rank asks. A *fragment* is an interval of keys that one rank needs and one rank owns. A stage's buffer holds its
+fragments in the order of their coordinates, so that a document received from several ranks is one stretch of keys again
+and costs one kernel call. Stage 0 is the rank's own shard, in its own order.
 
 A rank may compute pairs whose queries live elsewhere (`Ownership.moved`): those queries are
 appended to its own in the query buffer, and their blocks run in stages of their own after the
@@ -14,173 +14,228 @@ queries arrived.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
 from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.exchange.fragment import AT, OFFSET, OWNER, RANK, STAGE, START, STOP
+from longmesh.attention.exchange.fragment import AT, OFFSET, OWNER, RANK, STAGE, START, STOP, no_fragments
+from longmesh.attention.exchange.needs import Needs, Stretches, join_fragments, join_stretches
 from longmesh.attention.layout.base import Ownership
 from longmesh.attention.mask.slices import (
+    COLUMNS,
+    EW,
     K0,
     K1,
     Q0,
     Q1,
-    make_slices,
     overlaps,
     shift_band,
-    subtract,
+    subtract_each,
     tighten,
 )
+from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.intervals import offsets_within, unite
-from longmesh.attention.plan.merge_tiles import merge_tiles
 
 Array = np.ndarray
 
 # The rank that computes a row: a column behind those of a slice.
-WHO = 7
+WHO = COLUMNS
+# While tiles are made: how far queries were renumbered, and whether they are another rank's.
+_Q_BY, _FAR = COLUMNS + 1, COLUMNS + 2
+# The stage of a tile that waits for queries of others and works on the rank's own keys, until it has its number.
+_LATER = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """Arrays for all ranks. `tiles` has RANK and STAGE, then the columns of a slice, whose ranges are
-    rows of the rank's query buffer and of the stage's key buffer. `queries` are fragments of
-    STAGE 0 that lie behind a rank's own queries. `relay`: a stage is received from the rank before,
-    out of its buffer of the stage before."""
+    """`rows` are the slices cut by the rank that computes them, sorted by it. `queries` are fragments of STAGE 0 that
+    lie behind a rank's own queries."""
 
     ownership: Ownership
-    num_stages: int
-    fragments: Array
+    exchange: Exchange
+    rows: Array
     queries: Array
-    tiles: Array
-    relay: bool = False
+
+    @property
+    def relay(self) -> bool:
+        """Whether a stage is received from the rank before, out of its buffer of the stage before."""
+        return self.exchange.relays
+
+    @functools.cached_property
+    def needs(self) -> Needs:
+        return Needs.of(self.rows[:, WHO], self.rows[:, K0], self.rows[:, K1], self.ownership)
+
+    @functools.cached_property
+    def last_stage(self) -> int:
+        """The last stage in which keys arrive."""
+        return self.exchange.last_stage(self.needs)
+
+    @functools.cached_property
+    def num_stages(self) -> int:
+        return 1 + self.last_stage + _has_later_tiles(self.rows, self.ownership)
+
+    @functools.cached_property
+    def has_elementwise(self) -> bool:
+        """Whether a block asks the mask's function for each pair."""
+        return bool(self.rows[:, EW].any())
 
     def is_local(self, stage: int) -> bool:
         """Whether a stage works on the rank's own shard: the first, and one for queries that arrived."""
-        return stage == 0 or stage > self.fragments[:, STAGE].max(initial=0)
+        return stage == 0 or stage > self.last_stage
+
+    @functools.cache  # noqa: B019 (a schedule lives as long as its plan)
+    def received(self, rank: int) -> Array:
+        """The fragments in a rank's buffers, by stage and offset."""
+        return self.exchange.received(self.needs, rank)
+
+    def lent(self, rank: int) -> Array:
+        """The fragments of a rank's keys in the buffers of others."""
+        return self.exchange.lent(self.needs, rank)
+
+    def queries_of(self, rank: int) -> Array:
+        """The fragments of queries that a rank computes for others."""
+        return self.queries[self.queries[:, RANK] == rank]
+
+    def tiles(self, rank: int) -> Array:
+        """The blocks of one rank, by stage, in rows of its buffers."""
+        low, high = np.searchsorted(self.rows[:, WHO], (rank, rank + 1))
+        keys = join_fragments(self.received(rank))
+        return self._numbered(
+            make_tiles(self.rows[low:high], keys, self.queries_of(rank), self.ownership.pieces_of(rank))
+        )
+
+    def all_tiles(self) -> Array:
+        """The blocks of every rank."""
+        keys = self.all_stretches
+        return self._numbered(make_tiles(self.rows, keys, self.queries, self.ownership.table))
+
+    @functools.cached_property
+    def all_stretches(self) -> Stretches:
+        """What lies in the buffers of every rank."""
+        return self.exchange.stretches(self.needs)
+
+    def _numbered(self, tiles: Array) -> Array:
+        later = tiles[:, tile.STAGE] == _LATER
+        tiles[later, tile.STAGE] = self.last_stage + 1
+        return tiles[np.lexsort((tiles[:, tile.STAGE], tiles[:, tile.RANK]))] if later.any() else tiles
+
+
+def make_schedule(slices: Array, owned: Ownership, exchange: Exchange) -> Schedule:
+    """The schedule of one batch row, for slices in the ownership's coordinates."""
+    rows = rows_by_rank(slices, owned)
+    rows = rows[np.argsort(rows[:, WHO], kind="stable")]
+    return Schedule(owned, exchange, rows, remote_queries(rows, owned))
 
 
 def rows_by_rank(slices: Array, owned: Ownership) -> Array:
     """The slices cut so that each is computed by one rank, which is added as column WHO."""
-    table = owned.table
-    home, away = _split_moved(slices, owned)
-    a, b = overlaps(home[:, Q0], home[:, Q1], table[:, 0], table[:, 1])
-    rows = np.concatenate([home[a], table[b, 2:3]], axis=1)
-    rows[:, Q0] = np.maximum(rows[:, Q0], table[b, 0])
-    rows[:, Q1] = np.minimum(rows[:, Q1], table[b, 1])
-    return tighten(np.concatenate([rows, away]))
-
-
-def _split_moved(slices: Array, owned: Ownership) -> tuple[Array, Array]:
-    """The slices outside the moved rectangles, and inside them, those with column WHO."""
+    home = rows_at_home(slices, owned)
     if not owned.moved:
-        return slices, np.zeros((0, WHO + 1), dtype=np.int64)
+        return home
     moved = np.array(owned.moved, dtype=np.int64)
+    a, b = _touching(home, moved)
+    away, c = _touching(slices, moved)
+    away = np.concatenate([slices[away], moved[c, 4:5]], axis=1)
+    for column, bound, narrow in _BOUNDS:
+        away[:, column] = narrow(away[:, column], moved[c, bound])
+    return np.concatenate([subtract_each(home, a, moved[b]), tighten(away)])
+
+
+# Which column of a slice a bound of a rectangle narrows, and how.
+_BOUNDS = ((Q0, 0, np.maximum), (Q1, 1, np.minimum), (K0, 2, np.maximum), (K1, 3, np.minimum))
+
+
+def _touching(slices: Array, moved: Array) -> tuple[Array, Array]:
+    """Index pairs of slices and rectangles that meet."""
     a, b = overlaps(slices[:, Q0], slices[:, Q1], moved[:, 0], moved[:, 1])
     hit = (slices[a, K0] < moved[b, 3]) & (slices[a, K1] > moved[b, 2])
-    a, b = a[hit], b[hit]
-    away = np.concatenate([slices[a], moved[b, 4:5]], axis=1)
-    for column, bound, narrow in (
-        (Q0, 0, np.maximum),
-        (Q1, 1, np.minimum),
-        (K0, 2, np.maximum),
-        (K1, 3, np.minimum),
-    ):
-        away[:, column] = narrow(away[:, column], moved[b, bound])
-    touched = np.nonzero(np.bincount(a, minlength=len(slices)))[0]
-    rectangles = make_slices(*map(tuple, moved[:, :4].tolist()))
-    home = [np.delete(slices, touched, axis=0)]
-    home += [subtract(slices[i : i + 1], rectangles[b[a == i]]) for i in touched.tolist()]
-    return np.concatenate(home), away
+    return a[hit], b[hit]
 
 
-def needed(rank: Array, start: Array, stop: Array, owned: Ownership) -> Array:
-    """Fragments (STAGE and OFFSET still 0) that cover these intervals of each rank."""
-    rank, start, stop = unite(rank, start, stop, owned.seq_len)
+def rows_at_home(slices: Array, owned: Ownership) -> Array:
+    """The slices cut by the owner of their queries, which is added as column WHO."""
     table = owned.table
-    a, b = overlaps(start, stop, table[:, 0], table[:, 1])
-    return fragments_of(
-        rank[a], np.maximum(start[a], table[b, 0]), np.minimum(stop[a], table[b, 1]), b, owned
-    )
-
-
-def fragments_of(rank: Array, start: Array, stop: Array, piece: Array, owned: Ownership) -> Array:
-    """Fragments of coordinates [start, stop) within rows `piece` of the ownership's table."""
-    out = np.zeros((len(rank), 7), dtype=np.int64)
-    to_local = owned.table[piece, 3] - owned.table[piece, 0]
-    out[:, RANK], out[:, OWNER], out[:, AT] = rank, owned.table[piece, 2], start
-    out[:, START], out[:, STOP] = start + to_local, stop + to_local
-    return out
-
-
-def lay_out(fragments: Array, by: int = AT) -> Array:
-    """Fragments sorted by (rank, stage, coordinate), each with its OFFSET in the stage's buffer."""
-    out = fragments[np.lexsort((fragments[:, by], fragments[:, STAGE], fragments[:, RANK]))]
-    group = out[:, RANK] * (out[:, STAGE].max(initial=0) + 1) + out[:, STAGE]
-    out[:, OFFSET] = offsets_within(group, out[:, STOP] - out[:, START])
-    return out
-
-
-def own_fragments(owned: Ownership) -> Array:
-    """Stage 0: each rank's own shard, in its own order."""
-    table = owned.table
-    out = fragments_of(table[:, 2], table[:, 0], table[:, 1], np.arange(len(table)), owned)
-    out[:, OFFSET] = table[:, 3]
-    return out
+    a, b = overlaps(slices[:, Q0], slices[:, Q1], table[:, 0], table[:, 1])
+    rows = np.concatenate([slices[a], table[b, 2:3]], axis=1)
+    rows[:, Q0] = np.maximum(rows[:, Q0], table[b, 0])
+    rows[:, Q1] = np.minimum(rows[:, Q1], table[b, 1])
+    return tighten(rows)
 
 
 def remote_queries(rows: Array, owned: Ownership) -> Array:
     """Fragments of queries that a rank computes and does not own, behind its own queries."""
     if not owned.moved:
-        return np.zeros((0, 7), dtype=np.int64)
-    found = needed(rows[:, WHO], rows[:, Q0], rows[:, Q1], owned)
-    found = lay_out(found[found[:, RANK] != found[:, OWNER]])
-    found[:, OFFSET] += np.array(owned.counts)[found[:, RANK]]
-    return found
+        return no_fragments()
+    table = owned.table
+    rank, start, stop = unite(rows[:, WHO], rows[:, Q0], rows[:, Q1], owned.seq_len)
+    a, b = overlaps(start, stop, table[:, 0], table[:, 1])
+    far = rank[a] != table[b, 2]
+    a, b = a[far], b[far]
+    to_local = table[b, 3] - table[b, 0]
+    out = np.zeros((len(a), 7), dtype=np.int64)
+    out[:, RANK], out[:, OWNER], out[:, AT] = rank[a], table[b, 2], np.maximum(start[a], table[b, 0])
+    out[:, START] = out[:, AT] + to_local
+    out[:, STOP] = np.minimum(stop[a], table[b, 1]) + to_local
+    out[:, OFFSET] = offsets_within(out[:, RANK], out[:, STOP] - out[:, START])
+    out[:, OFFSET] += np.array(owned.counts)[out[:, RANK]]
+    return out
 
 
-def _cut(rows: Array, fragments: Array, seq_len: int, axis: tuple[int, int]) -> tuple[Array, Array, Array]:
-    """Rows cut where the fragments of their rank end, the rank's fragment of each, and the shift from
-    coordinates to rows of its buffer. `axis` is (Q0, Q1) or (K0, K1)."""
+def _has_later_tiles(rows: Array, owned: Ownership) -> bool:
+    """Whether a rank has pairs of queries that are not its own with keys that are."""
+    if not owned.moved:
+        return False
+    table = owned.table
+    a, b = overlaps(rows[:, Q0], rows[:, Q1], table[:, 0], table[:, 1])
+    far = rows[a, WHO] != table[b, 2]
+    cut = rows[a[far]]
+    cut[:, Q0] = np.maximum(cut[:, Q0], table[b[far], 0])
+    cut[:, Q1] = np.minimum(cut[:, Q1], table[b[far], 1])
+    cut = tighten(cut)
+    width = owned.seq_len + 1
+    base, own = cut[:, WHO] * width, table[:, 2] * width
+    hit, _ = overlaps(cut[:, K0] + base, cut[:, K1] + base, table[:, 0] + own, table[:, 1] + own)
+    return len(hit) > 0
+
+
+def _own_stretches(pieces: Array) -> Stretches:
+    """Each rank's own shard: stage 0, in its own order."""
+    return Stretches(pieces[:, 2], np.zeros(len(pieces), dtype=np.int64), *pieces[:, [0, 1, 3]].T)
+
+
+def _query_stretches(queries: Array) -> Stretches:
+    stop = queries[:, AT] + queries[:, STOP] - queries[:, START]
+    return Stretches(queries[:, RANK], queries[:, STAGE], queries[:, AT], stop, queries[:, OFFSET])
+
+
+def _cut(rows: Array, into: Stretches, axis: tuple[int, int]) -> tuple[Array, Array, Array]:
+    """Rows cut where the stretches of their rank end, the stretch of each, and the shift from coordinates to rows
+    of its buffer. `axis` is (Q0, Q1) or (K0, K1)."""
     low, high = axis
-    base = rows[:, WHO] * (seq_len + 1)
-    at, size = fragments[:, AT], fragments[:, STOP] - fragments[:, START]
-    begin = at + fragments[:, RANK] * (seq_len + 1)
-    a, b = overlaps(rows[:, low] + base, rows[:, high] + base, begin, begin + size)
+    width = 1 + max(into.stop.max(initial=0), rows[:, high].max(initial=0))
+    base, begin = rows[:, WHO] * width, into.rank * width
+    a, b = overlaps(rows[:, low] + base, rows[:, high] + base, into.start + begin, into.stop + begin)
     out = rows[a]
-    out[:, low] = np.maximum(out[:, low], at[b])
-    out[:, high] = np.minimum(out[:, high], at[b] + size[b])
-    return out, b, fragments[b, OFFSET] - at[b]
+    out[:, low] = np.maximum(out[:, low], into.start[b])
+    out[:, high] = np.minimum(out[:, high], into.stop[b])
+    return out, b, into.offset[b] - into.start[b]
 
 
-def make_tiles(rows: Array, fragments: Array, queries: Array, owned: Ownership) -> Array:
-    """Blocks of every rank and stage in buffer coordinates, merged where they touch.
+def make_tiles(rows: Array, keys: Stretches, queries: Array, pieces: Array) -> Array:
+    """Blocks in rows of buffers, merged where they touch, for the ranks of these rows.
 
-    A block of remote queries on the rank's own keys waits for the queries: it has stage -1.
+    A block of remote queries on the rank's own keys waits for the queries: its stage is still _LATER.
     """
-    query_buffer = np.concatenate([own_fragments(owned), queries])
-    rows, which, q_by = _cut(rows, query_buffer, owned.seq_len, (Q0, Q1))
-    far = which >= len(owned.table)
-    rows = np.concatenate([rows, q_by[:, None], far[:, None]], axis=1)
-    rows, which, k_by = _cut(rows, fragments, owned.seq_len, (K0, K1))
-    q_by, far = rows[:, 8].copy(), rows[:, 9] == 1
+    own = _own_stretches(pieces)
+    query_buffer = join_stretches([own, _query_stretches(queries)])
+    rows, which, q_by = _cut(rows, query_buffer, (Q0, Q1))
+    rows = np.concatenate([rows, q_by[:, None], (which >= len(pieces))[:, None]], axis=1)
+    buffers = join_stretches([own, keys])
+    rows, which, k_by = _cut(rows, buffers, (K0, K1))
+    q_by, far, stage = rows[:, _Q_BY], rows[:, _FAR] == 1, buffers.stage[which]
+    tiles = np.concatenate([rows[:, : WHO + 1], np.where(far & (stage == 0), _LATER, stage)[:, None]], axis=1)
     for column, by in ((Q0, q_by), (Q1, q_by), (K0, k_by), (K1, k_by)):
-        rows[:, column] += by
-    shift_band(rows, k_by - q_by)
-    rows[:, 8] = np.where(far & (fragments[which, STAGE] == 0), -1, fragments[which, STAGE])
-    return merge_tiles(rows[:, :9])
-
-
-def make_schedule(slices: Array, owned: Ownership, exchange: Exchange) -> Schedule:
-    """The whole schedule of one batch row, for slices in the ownership's coordinates."""
-    rows = rows_by_rank(slices, owned)
-    queries = remote_queries(rows, owned)
-    remote = needed(rows[:, WHO], rows[:, K0], rows[:, K1], owned)
-    remote = remote[remote[:, RANK] != remote[:, OWNER]]
-    # What is passed on must be one stretch of the buffer, so a ring keeps the order of the shard.
-    remote = lay_out(exchange.stages(remote, owned), by=START if exchange.relays else AT)
-    tiles = make_tiles(rows, np.concatenate([own_fragments(owned), remote]), queries, owned)
-    num_stages = 1 + int(remote[:, STAGE].max(initial=0))
-    if (tiles[:, 1] == -1).any():  # the own shard once more, for the queries that arrived
-        tiles[tiles[:, 1] == -1, 1] = num_stages
-        num_stages += 1
-    return Schedule(owned, num_stages, remote, queries, tiles, exchange.relays)
+        tiles[:, column] += by
+    shift_band(tiles, k_by - q_by)
+    return tile.merge_tiles(tiles)

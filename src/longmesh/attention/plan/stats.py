@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longmesh.attention.exchange.fragment import OWNER, RANK, STAGE, START, STOP
+from longmesh.attention.exchange.fragment import OWNER, RANK, START, STOP
 from longmesh.attention.mask.slices import area
+from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
+from longmesh.attention.plan.intervals import covered_before
 
 
 class RankStats(NamedTuple):
@@ -59,10 +61,9 @@ def rank_stats(plan: AttentionPlan) -> tuple[RankStats, ...]:
 
 def _row_figures(plan: AttentionPlan, row: RowPlan) -> np.ndarray:
     """Columns tokens, area, sent, received, peak, calls; a row for each rank."""
-    s, groups = row.schedule, plan.outer
-    tiles = s.tiles
-    pairs = np.bincount(tiles[:, 0], weights=area(tiles[:, 2:]), minlength=groups)
-    calls = np.bincount(tiles[:, 0], minlength=groups)
+    tiles, groups = row.schedule.all_tiles(), plan.outer
+    pairs = np.bincount(tiles[:, tile.RANK], weights=area(tiles), minlength=groups)
+    calls = np.bincount(tiles[:, tile.RANK], minlength=groups)
     arrives, leaves = traffic(row)
     held = peak_stage_rows(row)
     out = np.zeros((plan.num_ranks, 6))
@@ -95,10 +96,16 @@ def traffic(row: RowPlan) -> tuple[np.ndarray, np.ndarray]:
     s = row.schedule
     groups = s.ownership.num_ranks
     arrives, leaves = np.zeros((2, groups, 3))
-    size = s.fragments[:, STOP] - s.fragments[:, START]
-    sender = (s.fragments[:, RANK] - 1) % groups if s.relay else s.fragments[:, OWNER]
-    np.add.at(arrives[:, 0], s.fragments[:, RANK], size)
-    np.add.at(leaves[:, 0], sender, size)
+    kept = s.all_stretches
+    np.add.at(arrives[:, 0], kept.rank, kept.stop - kept.start)
+    if s.relay:
+        leaves[:, 0] = np.roll(arrives[:, 0], -1)
+    else:
+        table = s.ownership.table
+        wanted = covered_before(kept.start, kept.stop, table[:, 1]) - covered_before(
+            kept.start, kept.stop, table[:, 0]
+        )
+        np.add.at(leaves[:, 0], table[:, 2], wanted)
     size = s.queries[:, STOP] - s.queries[:, START]
     for there, back, column in ((RANK, OWNER, 1), (OWNER, RANK, 2)):
         np.add.at(arrives[:, column], s.queries[:, there], size)
@@ -109,10 +116,9 @@ def traffic(row: RowPlan) -> tuple[np.ndarray, np.ndarray]:
 def peak_stage_rows(row: RowPlan) -> np.ndarray:
     """For each group, the most key rows alive at once besides its own: a stage's, and the next one's."""
     s = row.schedule
+    kept = s.all_stretches
     held = np.zeros((s.ownership.num_ranks, s.num_stages + 1), dtype=np.int64)
-    np.add.at(
-        held, (s.fragments[:, RANK], s.fragments[:, STAGE]), s.fragments[:, STOP] - s.fragments[:, START]
-    )
+    np.add.at(held, (kept.rank, kept.stage), kept.stop - kept.start)
     return (held[:, :-1] + held[:, 1:]).max(axis=1)
 
 

@@ -9,56 +9,52 @@ from __future__ import annotations
 from torch._ops import OpOverload
 
 from longmesh.tensor import foreign
-from longmesh.tensor.dispatch import Family, Handler
+from longmesh.tensor.dispatch import Family, Handler, Note
 from longmesh.tensor.ops import (
     arg_reduction,
     attention,
     conv,
-    data_dependent,
     dropout,
-    einsum,
     embedding,
     foreach,
     foreach_norm,
     fused,
     index,
     join,
-    linalg,
     loss,
     pool,
     random,
     reduction,
-    scalar,
     scan,
     scatter,
     softmax_norm,
+    values,
     view,
 )
 
 FAMILIES: dict[OpOverload, Family] = {
+    **arg_reduction.FAMILIES,
+    **embedding.FAMILIES,
+    **index.FAMILIES,
+    **join.FAMILIES,
+    **loss.FAMILIES,
     **reduction.FAMILIES,
     **scan.FAMILIES,
+    **scatter.FAMILIES,
     **softmax_norm.FAMILIES,
+    **values.FAMILIES,
+    **view.FAMILIES,
 }
 
+NOTES: dict[OpOverload, Note] = {**embedding.NOTES}
+
 HANDLERS: dict[OpOverload, Handler] = {
-    **scalar.HANDLERS,
     **foreach.HANDLERS,
     **foreach_norm.HANDLERS,
     **fused.HANDLERS,
-    **arg_reduction.HANDLERS,
     **attention.HANDLERS,
-    **loss.HANDLERS,
-    **view.HANDLERS,
-    **index.HANDLERS,
-    **scatter.HANDLERS,
-    **join.HANDLERS,
-    **data_dependent.HANDLERS,
-    **embedding.HANDLERS,
     **conv.HANDLERS,
     **pool.HANDLERS,
-    **linalg.HANDLERS,
-    **einsum.HANDLERS,
     **random.HANDLERS,
     **dropout.HANDLERS,
     **foreign.HANDLERS,

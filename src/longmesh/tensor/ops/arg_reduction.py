@@ -1,6 +1,6 @@
 """Reductions that say where: argmax, argmin, max and min along a dim, topk.
 
-Over a cut dim every rank sends its best and the global index of it; each picks among them, the lowest
+Over a sharded dim every rank sends its best and the global index of it; each picks among them, the lowest
 index where values tie, as torch does. A NaN beats every number, as in torch.
 """
 
@@ -12,114 +12,150 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from longmesh.comm import comm_of
 from longmesh.spec import Layout, Replicate
-from longmesh.tensor.dispatch import USUAL, Handler
-from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.meta import contiguous_stride
+from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.pieces import (
     as_dims,
     bind,
     cutting_axes,
-    gather_members,
-    holders,
-    reduced,
     reduced_layout,
     reduced_shape,
     stand_in,
 )
+from longmesh.tensor.planner import USUAL, Part, Planned, Planner
 
 aten = torch.ops.aten
 
+Found = tuple[torch.Tensor, torch.Tensor]
 
-def is_ours(x: DTensor, dims: tuple[int, ...]) -> bool:
-    """Whether a dim is cut that has elements and can be ordered; else the op runs by its rule."""
+
+def is_ours(x: Planned, dims: tuple[int, ...]) -> bool:
+    """Whether a dim is sharded that has elements and can be ordered; else the op runs by its rule."""
     return x.numel() > 0 and bool(cutting_axes(x._layout, dims)) and not x.is_complex()
 
 
-def along_dim(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def along_dim(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """max.dim, min.dim, argmax and argmin with a dim or without."""
     given = bind(func, args, kwargs)
-    x: DTensor = given["self"]
+    x: Planned = given["self"]
     dims = as_dims(given["dim"], x.ndim)
     if not is_ours(x, dims):
         return USUAL
-    x = reduced(x)
+    x = p.reduced(x)
     keepdim, largest = given["keepdim"], "max" in func._schema.name
-    values, indices = (_best_of_all if given["dim"] is None else _best_along)(x, dims, largest)
-    values, indices = _pick(values, indices, x, dims, largest)
+    if given["dim"] is None:
+        shape: list[int] = []
+        found = p.locals(2, _best_of_all(x, dims, largest), x)
+    else:
+        shape = [1 if d in dims else n for d, n in enumerate(x.local_shape)]
+        found = p.locals(2, _best_along(x, dims, largest), x)
+    values, indices = _pick(p, found[0], found[1], x, dims, largest, shape)
     layout = reduced_layout(x._layout, dims, keepdim, Replicate())
-    shape = reduced_shape(x.shape, dims, keepdim)
-    local_shape = layout.local_shape(shape, comm_of(x._mesh).coordinate)
+    size = reduced_shape(x.shape, dims, keepdim)
+    local_shape = layout.local_shape(size, x._tensor_layout.comm.coordinate)
 
-    def wrapped(local: torch.Tensor) -> DTensor:
-        return DTensor(local.reshape(local_shape), x._mesh, layout, shape, contiguous_stride(shape))
+    def wrapped(part: Part, dtype: torch.dtype) -> Planned:
+        return p.wrap(p.local(torch.reshape, part, local_shape), x, layout=layout, shape=size, dtype=dtype)
 
     if len(func._schema.returns) == 1:
-        return wrapped(indices)
-    return wrapped(values), wrapped(indices)
+        return wrapped(indices, torch.int64)
+    return wrapped(values, x.dtype), wrapped(indices, torch.int64)
 
 
-def _best_along(x: DTensor, dims: tuple[int, ...], largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _best_along(x: Planned, dims: tuple[int, ...], largest: bool) -> Any:
     """This rank's best along one dim, and its place in the whole."""
     (dim,) = dims
-    local = stand_in(x._local_tensor, dims)
-    values, indices = (torch.max if largest else torch.min)(local, dim, keepdim=True)
-    start, _ = x._layout.interval(dim, x.shape[dim], comm_of(x._mesh).coordinate)
-    return values, indices + int(start)
+    start, _ = x.interval(dim)
+
+    def best(local: torch.Tensor) -> Found:
+        values, indices = (torch.max if largest else torch.min)(stand_in(local, dims), dim, keepdim=True)
+        return values, indices + start
+
+    return best
 
 
-def _best_of_all(x: DTensor, dims: tuple[int, ...], largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _best_of_all(x: Planned, dims: tuple[int, ...], largest: bool) -> Any:
     """This rank's best element, and its place in the flattened whole."""
-    local = stand_in(x._local_tensor, dims)
-    place = int((torch.argmax if largest else torch.argmin)(local))
-    offset = x._layout.local_offset(x.shape, comm_of(x._mesh).coordinate)
-    index = 0
-    for dim, (size, start) in enumerate(zip(x.shape, offset, strict=True)):
-        index = index * size + start + place // math.prod(local.shape[dim + 1 :]) % local.shape[dim]
-    return local.flatten()[place], torch.tensor(index, device=local.device)
+    offset = x._layout.local_offset(x.shape, x._tensor_layout.comm.coordinate)
+
+    def best(local: torch.Tensor) -> Any:
+        local = stand_in(local, dims)
+        place = (torch.argmax if largest else torch.argmin)(local)
+        index = torch.zeros_like(place)
+        for dim, (size, start) in enumerate(zip(x.shape, offset, strict=True)):
+            index = index * size + start + place // math.prod(local.shape[dim + 1 :]) % local.shape[dim]
+        return local.flatten().index_select(0, place.view(1)).view(()), index
+
+    return best
 
 
 def _pick(
-    values: torch.Tensor, indices: torch.Tensor, x: DTensor, dims: tuple[int, ...], largest: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    p: Planner,
+    values: Part,
+    indices: Part,
+    x: Planned,
+    dims: tuple[int, ...],
+    largest: bool,
+    shape: list[int],
+) -> tuple[Part, ...]:
     """The best of all ranks' candidates; of equal ones the first in the whole."""
     axes = cutting_axes(x._layout, dims)
-    values, members = gather_members(values, x, axes)
-    indices, _ = gather_members(indices, x, axes)
-    kept = holders(x, dims, members)
-    values, indices = values[kept], indices[kept]
-    best = values.amax(0) if largest else values.amin(0)
-    is_best = (values == best) | (values.isnan() & best.isnan())
-    return best, indices.masked_fill(~is_best, torch.iinfo(torch.int64).max).amin(0)
+    values = p.gather(values, x, axes, shape, x.dtype)
+    indices = p.gather(indices, x, axes, shape, torch.int64)
+    kept = _holders(p, x, dims, axes)
+
+    def pick(values: torch.Tensor, indices: torch.Tensor) -> Found:
+        values, indices = values[kept], indices[kept]
+        best = values.amax(0) if largest else values.amin(0)
+        is_best = (values == best) | (values.isnan() & best.isnan())
+        return best, indices.masked_fill(~is_best, torch.iinfo(torch.int64).max).amin(0)
+
+    return p.locals(2, pick, values, indices)
 
 
-def top(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """topk over a cut dim: the k best of each rank, gathered; the k best of those."""
+def _holders(p: Planner, x: Planned, dims: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
+    """Which ranks have anything along `dims`."""
+    shapes = [x._layout.local_shape(x.shape, where) for where in p.members(x, axes)]
+    return [i for i, shape in enumerate(shapes) if math.prod(shape[d] for d in dims)]
+
+
+def top(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """topk over a sharded dim: the k best of each rank, gathered; the k best of those."""
     given = bind(func, args, kwargs)
-    x: DTensor = given["self"]
+    x: Planned = given["self"]
     dims = as_dims(given["dim"], x.ndim) if x.ndim else ()
     if not dims or not is_ours(x, dims) or not 0 < given["k"] <= x.shape[dims[0]]:
         return USUAL
-    x = reduced(x)
-    k, (dim,), largest = given["k"], dims, given["largest"]
+    x = p.reduced(x)
+    k, (dim,), largest, is_sorted = given["k"], dims, given["largest"], given["sorted"]
     axes = cutting_axes(x._layout, dims)
-    local = stand_in(x._local_tensor, dims)
-    values, indices = torch.topk(local, min(k, local.shape[dim]), dim, largest)
-    start, _ = x._layout.interval(dim, x.shape[dim], comm_of(x._mesh).coordinate)
-    values, members = gather_members(_widen(values, k, dim), x, axes)
-    indices, _ = gather_members(_widen(indices + int(start), k, dim), x, axes)
-    lengths = [int(x._layout.interval(dim, x.shape[dim], where)[1]) for where in members]
-    values = torch.cat([v.narrow(dim, 0, min(n, k)) for v, n in zip(values, lengths, strict=True)], dim)
-    indices = torch.cat([i.narrow(dim, 0, min(n, k)) for i, n in zip(indices, lengths, strict=True)], dim)
-    values, chosen = torch.topk(values, k, dim, largest, given["sorted"])
-    placements = list(x._layout.placements)
-    for axis in axes:
-        placements[axis] = Replicate()
+    start, _ = x.interval(dim)
+
+    def own(local: torch.Tensor) -> Found:
+        local = stand_in(local, dims)
+        values, indices = torch.topk(local, min(k, local.shape[dim]), dim, largest)
+        return _widen(values, k, dim), _widen(indices + start, k, dim)
+
+    shape = [k if d == dim else n for d, n in enumerate(x.local_shape)]
+    values, indices = p.locals(2, own, x)
+    values = p.gather(values, x, axes, shape, x.dtype)
+    indices = p.gather(indices, x, axes, shape, torch.int64)
+    lengths = [min(x.interval(dim, where)[1], k) for where in p.members(x, axes)]
+
+    def best(values: torch.Tensor, indices: torch.Tensor) -> Found:
+        values = torch.cat([v.narrow(dim, 0, n) for v, n in zip(values, lengths, strict=True)], dim)
+        indices = torch.cat([i.narrow(dim, 0, n) for i, n in zip(indices, lengths, strict=True)], dim)
+        values, chosen = torch.topk(values, k, dim, largest, is_sorted)
+        return values, indices.gather(dim, chosen)
+
+    values, indices = p.locals(2, best, values, indices)
+    placements = [Replicate() if a in axes else q for a, q in enumerate(x._layout.placements)]
     layout = Layout(x._layout.mesh, placements, [e for e in x._layout.shard_order if e[0] != dim])
-    shape = (*x.shape[:dim], k, *x.shape[dim + 1 :])
-    stride = contiguous_stride(shape)
-    return tuple(DTensor(t, x._mesh, layout, shape, stride) for t in (values, indices.gather(dim, chosen)))
+    size = (*x.shape[:dim], k, *x.shape[dim + 1 :])
+    return (
+        p.wrap(values, x, layout=layout, shape=size),
+        p.wrap(indices, x, layout=layout, shape=size, dtype=torch.int64),
+    )
 
 
 def _widen(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:
@@ -132,7 +168,7 @@ def _widen(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     )
 
 
-HANDLERS: dict[OpOverload, Handler] = {
+FAMILIES: dict[OpOverload, Family] = {
     **dict.fromkeys((aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default), along_dim),
     aten.topk.default: top,
 }

@@ -1,4 +1,4 @@
-"""Slices and their inverses along a cut dim: a rank keeps its part, then one exchange restores chunking."""
+"""Slices and their inverses along a sharded dim: a rank keeps its part, then one exchange restores chunking."""
 
 from __future__ import annotations
 
@@ -7,29 +7,15 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from longmesh.comm import comm_of
-from longmesh.comm.intervals import Interval, exchange_intervals
+from longmesh.comm.intervals import Interval
 from longmesh.errors import LongmeshError
 from longmesh.rules.index import slice_range
-from longmesh.spec import Coordinate, MaskPartial, Partial
-from longmesh.tensor.autograd import move
-from longmesh.tensor.dispatch import USUAL, Handler, dispatch
-from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.op_facts import is_view
-from longmesh.tensor.ops.pieces import bind, reduced
-from longmesh.tensor.ops.recut import interval, recut
-from longmesh.tensor.plain import replicate_plain
-from longmesh.tensor.view_origin import remember_origin
+from longmesh.spec import Coordinate
+from longmesh.tensor.dispatch import Family
+from longmesh.tensor.ops.pieces import bind
+from longmesh.tensor.planner import USUAL, Planned, Planner
 
 aten = torch.ops.aten
-
-
-def linear_or_reduced(tensor: DTensor) -> DTensor:
-    """Zeros may be put around a pending sum or average; any other pending reduction is carried out first."""
-    pending = [p for p in tensor._layout.placements if isinstance(p, Partial)]
-    if any(isinstance(p, MaskPartial) or p.reduce_op not in ("sum", "avg") for p in pending):
-        return reduced(tensor)
-    return tensor
 
 
 def sliced_part(first: int, count: int, step: int, offset: int, length: int) -> tuple[int, Interval]:
@@ -40,7 +26,7 @@ def sliced_part(first: int, count: int, step: int, offset: int, length: int) -> 
     return first + begin * step - offset, (begin, max(0, end - begin))
 
 
-def slice_tensor(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def slice_tensor(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(tensor.ndim, 1)
     if not tensor._layout.cuts(dim):
@@ -49,57 +35,56 @@ def slice_tensor(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     step = given["step"]
     first, count = slice_range(tensor.shape[dim], given["start"], given["end"], step)
     if count == tensor.shape[dim]:
-        return dispatch(aten.alias.default, tensor)
-    result = take_slice(tensor, dim, first, count, step)
-    remember_origin(result, func, args, kwargs)
-    return result
+        return p.op(aten.alias.default, (tensor,), {})
+    return take_slice(p, tensor, dim, first, count, step)
 
 
-def take_slice(tensor: DTensor, dim: int, first: int, count: int, step: int) -> DTensor:
-    """`count` positions of a cut dim, from `first` on, every `step`-th. Collective."""
-    tensor = linear_or_reduced(tensor)
-    layout, size = tensor._layout, tensor.shape[dim]
-    where = comm_of(tensor._mesh).coordinate
-    begin, (_, length) = sliced_part(first, count, step, *interval(layout, dim, size, where))
-    mine = tensor._local_tensor.narrow(dim, begin if length else 0, (length - 1) * step + 1 if length else 0)
-    if step > 1:
-        mine = aten.slice.Tensor(mine, dim, 0, None, step)
+def take_slice(p: Planner, tensor: Planned, dim: int, first: int, count: int, step: int) -> Planned:
+    """`count` positions of a sharded dim, from `first` on, every `step`-th."""
+    tensor = p.linear_or_reduced(tensor)
+    begin, (_, length) = sliced_part(first, count, step, *tensor.interval(dim))
+
+    def own(local: torch.Tensor) -> torch.Tensor:
+        mine = local.narrow(dim, begin if length else 0, (length - 1) * step + 1 if length else 0)
+        return aten.slice.Tensor(mine, dim, 0, None, step) if step > 1 else mine
+
     shape = list(tensor.shape)
     shape[dim] = count
 
     def held(coordinate: Coordinate) -> tuple[Interval, ...]:
-        return (sliced_part(first, count, step, *interval(layout, dim, size, coordinate))[1],)
+        return (sliced_part(first, count, step, *tensor.interval(dim, coordinate))[1],)
 
-    return recut([mine], tensor._mesh, layout, shape, dim, held)
+    return p.exchange([p.local(own, tensor)], tensor, shape, dim, held)
 
 
-def slice_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Zeros between and around the rows of a cut gradient."""
+def slice_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Zeros between and around the rows of a sharded gradient."""
     given = bind(func, args, kwargs)
     grad, sizes, step = given["grad_output"], given["input_sizes"], given["step"]
     dim = given["dim"] % len(sizes)
     if not grad._layout.cuts(dim):
         return USUAL
-    grad = linear_or_reduced(grad)
-    layout, count = grad._layout, grad.shape[dim]
+    grad = p.linear_or_reduced(grad)
     first, _ = slice_range(sizes[dim], given["start"], given["end"], step)
 
     def held(coordinate: Coordinate) -> tuple[Interval, ...]:
-        start, length = interval(layout, dim, count, coordinate)
+        start, length = grad.interval(dim, coordinate)
         return ((first + start * step, (length - 1) * step + 1 if length else 0),)
 
-    spread = grad._local_tensor
-    if step > 1 and spread.shape[dim]:
-        shape = list(spread.shape)
+    def spread(local: torch.Tensor) -> torch.Tensor:
+        if step == 1 or not local.shape[dim]:
+            return local
+        shape = list(local.shape)
         shape[dim] = (shape[dim] - 1) * step + 1
-        spread = spread.new_zeros(shape)
-        aten.slice.Tensor(spread, dim, 0, None, step).copy_(grad._local_tensor)
-    return recut([spread], grad._mesh, layout, sizes, dim, held)
+        wide = local.new_zeros(shape)
+        aten.slice.Tensor(wide, dim, 0, None, step).copy_(local)
+        return wide
+
+    return p.exchange([p.local(spread, grad)], grad, sizes, dim, held)
 
 
-def slice_scatter(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows of a cut tensor replaced: each rank is sent those that fall into its part."""
-    args, kwargs = replicate_plain(func, args, kwargs)
+def slice_scatter(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows of a sharded tensor replaced: each rank is sent those that fall into its part."""
     given = bind(func, args, kwargs)
     tensor, source, step = given["self"], given["src"], given["step"]
     dim = given["dim"] % max(tensor.ndim, 1)
@@ -112,32 +97,28 @@ def slice_scatter(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         )
     if not tensor._layout.cuts(dim):
         return USUAL
-    tensor = reduced(tensor)
-    layout = tensor._layout
-    source = move(source, layout)
-    comm = comm_of(tensor._mesh)
-    group = comm.group(tuple(sorted(layout.cuts(dim))))
-    rows = exchange_intervals(
-        [source._local_tensor],
-        have=tuple((interval(layout, dim, count, c),) for c in group.members),
-        want=tuple(
-            sliced_part(first, count, step, *interval(layout, dim, size, c))[1] for c in group.members
-        ),
-        dim=dim,
-        group=group,
-    )
-    begin = sliced_part(first, count, step, *interval(layout, dim, size, comm.coordinate))[0]
-    out = tensor._local_tensor.clone()
-    length = rows.shape[dim]
-    if length:
-        out.narrow(dim, begin, (length - 1) * step + 1)[
-            (slice(None),) * dim + (slice(None, None, step),)
-        ].copy_(rows)
-    return DTensor(out, tensor._mesh, layout, tensor.shape, tensor.stride())
+    tensor = p.reduced(tensor)
+    source = p.redistribute(source, tensor._layout)
+
+    def want(coordinate: Coordinate) -> Interval:
+        return sliced_part(first, count, step, *tensor.interval(dim, coordinate))[1]
+
+    rows = p.exchange_into([source], source, dim, lambda c: (source.interval(dim, c),), want)
+    begin = sliced_part(first, count, step, *tensor.interval(dim))[0]
+
+    def put(local: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        out = local.clone()
+        length = rows.shape[dim]
+        if length:
+            target = out.narrow(dim, begin, (length - 1) * step + 1)
+            target[(slice(None),) * dim + (slice(None, None, step),)].copy_(rows)
+        return out
+
+    return p.wrap(p.local(put, tensor, rows), tensor)
 
 
-def split(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pieces of a cut dim, each cut anew."""
+def split(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pieces of a sharded dim, each sharded anew."""
     tensor = args[0]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % max(tensor.ndim, 1)
     if not tensor._layout.cuts(dim):
@@ -151,23 +132,26 @@ def split(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if sum(sizes) != total:
         raise RuntimeError(f"split sizes {list(sizes)} must add up to {total}, the size of dim {dim}")
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    pieces = [take_slice(tensor, dim, start, size, 1) for start, size in zip(starts, sizes, strict=True)]
-    if is_view(func):
-        remember_origin(pieces, func, args, kwargs)
-    return pieces
+    tensor = p.linear_or_reduced(tensor)
+    return [take_slice(p, tensor, dim, start, size, 1) for start, size in zip(starts, sizes, strict=True)]
 
 
-def index_by_mask(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Boolean indices are the positions of their true elements, the same on every rank."""
-    indices = args[1]
-    if not any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
-        return USUAL
-    args, kwargs = replicate_plain(func, args, kwargs)
+def index_by_mask(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Boolean indices are the positions of their true elements, the same on every rank: data decides how many."""
     tensor, indices, *rest = args
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return USUAL
     mask = indices[0]
     if len(indices) == 1 and rest and rest[0].numel() == 1 and not (len(rest) > 1 and rest[1]):
         wide = mask.bool().reshape(*mask.shape, *[1] * (tensor.ndim - mask.ndim))
-        return _fill(func, tensor, wide, rest[0].reshape(()).to(tensor.dtype))
+        value = rest[0].reshape(()).to(tensor.dtype)
+        fill = aten.masked_fill_.Tensor if func._schema.is_mutable else aten.masked_fill.Tensor
+        return p.op(fill, (tensor, wide, value), {})
+    return p.one_by_one(func, _by_positions)
+
+
+def _by_positions(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, indices, *rest = args
     found: list[Any] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -179,16 +163,10 @@ def index_by_mask(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
                 f"indexed tensor {list(tensor.shape)}"
             )
         found.extend(aten.nonzero.default(index).unbind(1))
-    return dispatch.run(func, (tensor, found, *rest), kwargs)
+    return func(tensor, found, *rest, **kwargs)
 
 
-def _fill(func: OpOverload, tensor: DTensor, mask: DTensor, value: DTensor) -> DTensor:
-    if func._schema.is_mutable:
-        return aten.masked_fill_.Tensor(tensor, mask, value)
-    return aten.masked_fill.Tensor(tensor, mask, value)
-
-
-HANDLERS: dict[OpOverload, Handler] = {
+FAMILIES: dict[OpOverload, Family] = {
     aten.slice.Tensor: slice_tensor,
     aten.slice_backward.default: slice_backward,
     aten.slice_scatter.default: slice_scatter,

@@ -13,85 +13,81 @@ from torch._ops import OpOverload
 
 from longmesh.rules.lookup import can_read, refuse_unread
 from longmesh.spec import Partial
-from longmesh.tensor.dispatch import Handler, dispatch
-from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.ops.pieces import bind, reduced, reduced_layout
-from longmesh.tensor.plain import on_whole_tensors, replicate_plain
+from longmesh.tensor.dispatch import Family
+from longmesh.tensor.ops.pieces import bind, reduced_layout
+from longmesh.tensor.plain import expect_lengths
+from longmesh.tensor.planner import Planned, Planner
 
 aten = torch.ops.aten
 
 _MEAN, _SUM = 1, 2
 
 
-def nll(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def nll(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """nll_loss_forward and nll_loss2d_forward(self, target, weight?, reduction, ignore_index)."""
-    if any(isinstance(a, torch.Tensor) and not isinstance(a, DTensor) for a in args):
-        args, kwargs = replicate_plain(func, args, kwargs)
     x, target, weight, reduction, ignored = args
     if reduction != _MEAN or (x._layout.is_replicated and target._layout.is_replicated):
-        return dispatch.run(func, args, kwargs)
-    target, num_wrong = _without_wrong_classes(reduced(target), x.shape[0 if x.ndim == 1 else 1], ignored)
-    total, weights = dispatch.run(func, (x, target, weight, _SUM, ignored), {})
+        return p.by_rule(func, args, kwargs)
+    classes = x.shape[0 if x.ndim == 1 else 1]
+    target, num_wrong = _without_wrong_classes(p, p.reduced(target), classes, ignored)
+    total, weights = p.by_rule(func, (x, target, weight, _SUM, ignored), {})
     if total._layout is not weights._layout:
-        total, weights = reduced(total), reduced(weights)
-    terms = [total._local_tensor, weights._local_tensor]
+        total, weights = p.reduced(total), p.reduced(weights)
+    terms: list[Any] = [total, weights]
     pending = set(total._layout.partial_axes)
     if num_wrong is not None and pending.issuperset(num_wrong._layout.partial_axes):
         # What is replicated along a pending axis is counted several times: still zero only if there is none.
-        terms.append(num_wrong._local_tensor.to(terms[0].dtype))
+        terms.append(p.local(torch.Tensor.to, num_wrong, total.dtype))
     elif num_wrong is not None:
-        _refuse(reduced(num_wrong)._local_tensor, x, ignored)
-    together = DTensor(torch.stack(terms), x._mesh, total._layout, (len(terms),), (1,))
-    found = reduced(together)
-    total, weights, *flag = (
-        DTensor(part.clone(), x._mesh, found._layout, (), ()) for part in found._local_tensor.unbind()
-    )
-    for wrong in flag:
-        _refuse(wrong._local_tensor, x, ignored)
-    return total / weights, weights
+        p.local(_refuse, p.reduced(num_wrong), classes, ignored)
+    together = p.reduced(p.wrap(p.local(torch.stack, terms), total, shape=(len(terms),)))
+    has_flag = len(terms) > 2
+
+    def divide(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if has_flag:
+            _refuse(sums[2], classes, ignored)
+        return sums[0] / sums[1], sums[1].clone()
+
+    loss, count = p.locals(2, divide, together)
+    return p.wrap(loss, together, shape=()), p.wrap(count, together, shape=())
 
 
-def _without_wrong_classes(target: DTensor, classes: int, ignored: int) -> tuple[DTensor, DTensor | None]:
+def _without_wrong_classes(
+    p: Planner, target: Planned, classes: int, ignored: int
+) -> tuple[Planned, Planned | None]:
     """The target with its impossible classes ignored, and how many there are, a pending sum.
 
-    Only the rank that holds one sees it, and a mean needs everybody: the number travels with the sums, and all
+    Only the rank that has one sees it, and a mean needs everybody: the number travels with the sums, and all
     ranks raise. On an accelerator the kernel itself reports them.
     """
-    local = target._local_tensor
-    if local.device.type != "cpu":
+    if p.device.type != "cpu":
         return target, None
-    wrong = ((local < 0) | (local >= classes)) & (local != ignored)
+
+    def clean(local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wrong = ((local < 0) | (local >= classes)) & (local != ignored)
+        return local.masked_fill(wrong, ignored), wrong.sum()
+
+    cleaned, count = p.locals(2, clean, target)
     layout = reduced_layout(target._layout, range(target.ndim), False, Partial())
-    count = DTensor(wrong.sum(), target._mesh, layout, (), ())
-    cleaned = local.masked_fill(wrong, ignored)
-    return DTensor(cleaned, target._mesh, target._layout, target.shape, target.stride()), count
+    return p.wrap(cleaned, target), p.wrap(count, target, layout=layout, shape=(), dtype=torch.int64)
 
 
-def _refuse(num_wrong: torch.Tensor, x: DTensor, ignored: int) -> None:
-    classes = x.shape[0 if x.ndim == 1 else 1]
+def _refuse(num_wrong: torch.Tensor, classes: int, ignored: int) -> None:
     text = f"a target is out of bounds: classes are 0 to {classes - 1}, and {ignored} (ignore_index) for none"
     if can_read(num_wrong) and num_wrong.item():
         raise IndexError(text)
     refuse_unread(num_wrong != 0, text)
 
 
-def ctc(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """_ctc_loss with lengths that are numbers: torch makes a plain tensor of them for the mean, so they are noted."""
-    result = on_whole_tensors(func, args, kwargs)
-    result[0]._lengths = [float(max(n, 1)) for n in bind(func, args, kwargs)["target_lengths"]]
-    return result
+def ctc(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """_ctc_loss with lengths that are numbers: torch divides by a plain tensor that it makes of them."""
+    count = len(bind(func, args, kwargs)["target_lengths"])
+    p.after = lambda result: expect_lengths(result[0], count)
+    return p.on_whole_tensors(func, args, kwargs)
 
 
-HANDLERS: dict[OpOverload, Handler] = {
+FAMILIES: dict[OpOverload, Family] = {
     aten.nll_loss_forward.default: nll,
     aten.nll_loss2d_forward.default: nll,
     aten._ctc_loss.default: ctc,
-    **dict.fromkeys(
-        (
-            aten._ctc_loss.Tensor,
-            aten._ctc_loss_backward.default,
-            aten._ctc_loss_backward.Tensor,
-        ),
-        on_whole_tensors,
-    ),
 }

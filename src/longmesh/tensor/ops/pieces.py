@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from longmesh.comm import comm_of
 from longmesh.comm.collectives import all_gather
-from longmesh.spec import Coordinate, Layout, Placement, Replicate, Shard
+from longmesh.spec import Coordinate, Layout, MaskPartial, Partial, Placement, Replicate, Shard
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dtensor import DTensor
 
@@ -59,6 +59,14 @@ def reduced(tensor: torch.Tensor) -> DTensor:
     for axis in layout.partial_axes:
         layout = layout.with_placement(axis, Replicate())
     return tensor if layout is tensor._layout else move(tensor, layout)
+
+
+def linear_or_reduced(tensor: DTensor) -> DTensor:
+    """Zeros may be put around a pending sum or average; any other pending reduction is carried out first."""
+    pending = [p for p in tensor._layout.placements if isinstance(p, Partial)]
+    if any(isinstance(p, MaskPartial) or p.reduce_op not in ("sum", "avg") for p in pending):
+        return reduced(tensor)
+    return tensor
 
 
 def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool, pending: Placement) -> Layout:

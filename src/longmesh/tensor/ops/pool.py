@@ -22,8 +22,7 @@ from longmesh.tensor.dispatch import Handler, dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import global_stride
 from longmesh.tensor.ops.halo import Halo, fetch, halos_of, padded, send_home
-from longmesh.tensor.ops.index import linear_or_reduced
-from longmesh.tensor.ops.pieces import bind, reduced
+from longmesh.tensor.ops.pieces import bind, linear_or_reduced, reduced
 
 aten = torch.ops.aten
 

@@ -1,0 +1,89 @@
+"""Planning for many ranks: processor time and memory of a cold plan and of one rank's route, in a process of its own.
+
+    python benchmarks/plan_scale.py [--repeat 3]
+
+`causal` is one sequence of 1 Mi tokens cut head-tail, 8 heads of 64; `packed` are the documents of benchmarks/layout.py
+under the layout `solve`, the mean of four packs. `plan` is `plan_attention`, `route` what a rank in the middle makes of
+it; the best of the repetitions. `memory` is the most that the process has grown by. `area` is the busiest rank over the
+mean, `received` the bytes that travel as a share of a full ring's keys and values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import numpy as np
+from layout import DRAWS, pack
+
+CASES = {
+    "causal, 1024 ranks, sparse": ("causal", 1024, 1 << 20, "zigzag", "sparse"),
+    "causal, 1024 ranks, ring": ("causal", 1024, 1 << 20, "zigzag", "ring"),
+    "causal, 1024 ranks, auto": ("causal", 1024, 1 << 20, "auto", "auto"),
+    "packed, 64 ranks, 1 Mi tokens": ("packed", 64, 1 << 20, "solve", "sparse"),
+    "packed, 256 ranks, 1 Mi tokens": ("packed", 256, 1 << 20, "solve", "sparse"),
+    "packed, 1024 ranks, 4 Mi tokens": ("packed", 1024, 4 << 20, "solve", "sparse"),
+}
+
+
+def measure(case: str, repeat: int) -> dict[str, float]:
+    """The figures of one case, in this process."""
+    from longmesh.attention import masks, plan_attention
+    from longmesh.attention.execute.route import Route
+    from longmesh.attention.plan import api
+
+    kind, ranks, seq_len, layout, exchange = CASES[case]
+    figures: list[dict[str, float]] = []
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = 0.0
+    packs = [(seed, draw) for seed in range(2) for draw in DRAWS.values()]
+    for seed, draw in packs if kind == "packed" else packs[:1]:
+        mask = masks.documents(pack(seed, seq_len, draw)) if kind == "packed" else masks.causal()
+        plan_s = route_s = float("inf")
+        for _ in range(repeat):
+            for cached in vars(api).values():
+                if hasattr(cached, "cache_clear"):
+                    cached.cache_clear()
+            start = time.process_time()
+            plan = plan_attention(seq_len=seq_len, ranks=ranks, mask=mask, layout=layout, exchange=exchange)
+            planned = time.process_time()
+            Route(plan.rows[0], ranks // 2, range(ranks), (ranks // 2,))
+            done = time.process_time()
+            if done - start < plan_s + route_s:
+                plan_s, route_s = planned - start, done - planned
+        memory = max(memory, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+        figures.append({"plan": plan_s, "route": route_s})
+        if exchange == "sparse":  # the figures of a ring are its pairs of ranks
+            stats = plan.stats()
+            areas = [s.area for s in stats]
+            figures[-1]["area"] = max(areas) * ranks / sum(areas)
+            figures[-1]["received"] = sum(s.received_tokens for s in stats) / (seq_len * (ranks - 1))
+    return {name: float(np.mean([f[name] for f in figures])) for name in figures[0]} | {"memory": memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Planning for many ranks: time and memory.")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--case", choices=list(CASES), help="measure one case and print it as JSON")
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(measure(options.case, options.repeat)))
+        return
+    print(f"{'case':34} {'plan s':>8} {'route s':>8} {'both s':>8} {'memory':>8} {'area':>7} {'received':>8}")
+    for case in CASES:
+        command = [sys.executable, __file__, "--case", case, "--repeat", str(options.repeat)]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        quality = f"{found['area']:7.3f} {found['received']:8.1%}" if "area" in found else ""
+        print(
+            f"{case:34} {found['plan']:8.3f} {found['route']:8.3f} {found['plan'] + found['route']:8.3f} "
+            f"{found['memory']:5.0f} MB {quality}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Ops that ask about values: numbers, error codes, and results whose shape data decides.
+
+Inputs are reduced and gathered, and every rank computes the same: a shape or an answer decided by one rank's part would
+make the next collective hang.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from longmesh.rules.product import einsum_terms
+from longmesh.tensor.dispatch import Family
+from longmesh.tensor.planner import USUAL, Planner
+
+aten = torch.ops.aten
+
+
+def on_whole_tensors(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return p.on_whole_tensors(func, args, kwargs)
+
+
+def to_number(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """item(), float(), bool(): every rank gets the same number."""
+    return p.local(func, p.replicated(args[0]))
+
+
+def check_errors(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Raise for a matrix that could not be factored: on every rank or on none, whoever has it."""
+    p.local(func, p.replicated(args[0]), *args[1:], **kwargs)
+
+
+def is_same_size(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return args[0].shape == args[1].shape
+
+
+def equal(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.equal: one answer on all ranks."""
+    left, right = args
+    if left.shape != right.shape or not left.numel():
+        return left.shape == right.shape
+    return p.local(bool, p.replicated((left == right).all()))
+
+
+def allclose(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.allclose: one answer on all ranks."""
+    return p.local(bool, p.replicated(torch.isclose(*args, **kwargs).all()))
+
+
+def einsum(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By its rule where the equation is plain, else by torch's own decomposition."""
+    equation, operands = args
+    if einsum_terms(equation, [tuple(t.shape) for t in operands]) is not None:
+        return USUAL
+    return p.decompose(func, args, kwargs)
+
+
+FAMILIES: dict[OpOverload, Family] = {
+    aten._local_scalar_dense.default: to_number,
+    aten.item.default: to_number,
+    aten._linalg_check_errors.default: check_errors,
+    aten.is_same_size.default: is_same_size,
+    aten.equal.default: equal,
+    aten.allclose.default: allclose,
+    aten.einsum.default: einsum,
+    **dict.fromkeys(
+        (
+            aten.nonzero.default,
+            aten.nonzero_static.default,
+            aten.masked_select.default,
+            aten.masked_scatter.default,
+            aten.masked_scatter_backward.default,
+            aten._unique.default,
+            aten._unique2.default,
+            aten.unique_dim.default,
+            aten.unique_consecutive.default,
+            aten.unique_dim_consecutive.default,
+            aten.repeat_interleave.Tensor,
+            aten.bincount.default,
+            aten.linalg_lstsq.default,
+            aten._ctc_loss.Tensor,
+            aten._ctc_loss_backward.default,
+            aten._ctc_loss_backward.Tensor,
+        ),
+        on_whole_tensors,
+    ),
+}
