@@ -14,6 +14,7 @@ Pitfall: one request at a time; the answer is awaited before the next one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -43,7 +44,7 @@ class Nursery:
 
     def fork(self, seat: Seat, pipe_fd: int, stack_fd: int, listen_fd: int) -> int:
         """The pid of a new rank that uses these descriptors."""
-        request = {"rank": seat.rank, "num_ranks": seat.num_ranks, "port": seat.port}
+        request = dataclasses.asdict(seat)
         return self._ask(request, [pipe_fd, stack_fd, listen_fd])["pid"]
 
     def end(self, pid: int) -> int:
@@ -56,7 +57,7 @@ class Nursery:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
 
-    def _ask(self, request: dict[str, int], fds: list[int]) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         answer = b""
         with contextlib.suppress(OSError):
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)

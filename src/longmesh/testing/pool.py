@@ -21,6 +21,7 @@ from longmesh.testing.shipping import name_function, pack_call, read_surrounding
 from longmesh.testing.world import World
 
 Result = TypeVar("Result")
+_DEVICES = ("cpu", "sim", "fake")
 
 
 class RankPool:
@@ -41,7 +42,7 @@ class RankPool:
             raise LongmeshError("RankPool forks its ranks, which this platform cannot; use Linux or macOS")
         self.max_ranks = max_ranks
         self._lock = threading.Lock()
-        self._worlds: dict[int, World] = {}
+        self._worlds: dict[tuple[int, str], World] = {}
         self._nursery: Nursery | None = Nursery()
 
     def run(
@@ -50,6 +51,7 @@ class RankPool:
         *args: Any,
         ranks: int | None = None,
         timeout: float = 60.0,
+        device: str = "cpu",
         **kwargs: Any,
     ) -> list[Result]:
         """Run `fn(*args, **kwargs)` on ranks 0 to `ranks - 1` (default: all) and return the results by rank.
@@ -58,6 +60,9 @@ class RankPool:
         and is seeded with 0. Arguments and results are copies. Raises `RankError` with the rank and
         traceback of what failed first; a rank that is still running after `timeout` seconds counts as
         failed and is ended. Either way the next call gets fresh ranks.
+
+        `device` "sim": the world is one of the made-up device (see `longmesh.testing.device`), whose backend refuses
+        what NCCL refuses. "fake": one process in no world, for `fake_rank`.
         """
         num_ranks = self.max_ranks if ranks is None else ranks
         if num_ranks < 1:
@@ -67,15 +72,21 @@ class RankPool:
                 f"run(ranks={num_ranks}): this pool has 1 to {self.max_ranks} ranks; "
                 f"make it with RankPool({num_ranks})"
             )
+        if device not in _DEVICES or (device == "fake" and num_ranks != 1):
+            raise LongmeshError(
+                f"run(device={device!r}, ranks={num_ranks}): there are the devices {', '.join(_DEVICES)}; 'fake' has "
+                "1 process, which can be any rank"
+            )
         if not timeout > 0:
             raise LongmeshError(f"run(timeout={timeout}): give a positive number of seconds")
         call = pack_call(fn, args, kwargs)
         with self._lock:
             if self._nursery is None:
                 raise LongmeshError("run() on a closed RankPool: make a new one")
-            world = self._worlds.pop(num_ranks, None) or World(self._nursery, num_ranks)
+            key = num_ranks, device
+            world = self._worlds.pop(key, None) or World(self._nursery, num_ranks, device)
             results = world.run(name_function(fn), call, read_surroundings(), timeout)
-            self._worlds[num_ranks] = world
+            self._worlds[key] = world
             return results
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ class Seat:
     rank: int
     num_ranks: int
     port: int
+    device: str = "cpu"
 
 
 def serve_rank(seat: Seat, parent: int, pipe_fd: int, stack_fd: int, listen_fd: int) -> None:
@@ -52,7 +53,8 @@ def serve_rank(seat: Seat, parent: int, pipe_fd: int, stack_fd: int, listen_fd: 
         return  # it was killed before it could take us with it
     pipe = Connection(pipe_fd)
     try:
-        _join_world(seat, listen_fd)
+        if seat.device != "fake":  # there, each call makes a world of its own
+            _join_world(seat, listen_fd)
         _send_report(pipe, seat.rank, True, None)
         while True:
             surroundings = pipe.recv_bytes()
@@ -90,7 +92,18 @@ def _join_world(seat: Seat, listen_fd: int) -> None:
         wait_for_workers=False,
         master_listen_fd=listen_fd if seat.rank == 0 else None,
     )
-    dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.num_ranks)
+    dist.init_process_group(_backend(seat.device), store=store, rank=seat.rank, world_size=seat.num_ranks)
+
+
+def _backend(device: str) -> str:
+    if device == "cpu":
+        return "gloo"
+    from longmesh.testing.device.group import BACKEND, register_backend
+    from longmesh.testing.device.register import register_device
+
+    register_device()
+    register_backend()
+    return BACKEND
 
 
 def run_call(pipe: Connection, rank: int, data: bytes) -> bool:

@@ -42,13 +42,13 @@ class _Rank:
 
 
 class World:
-    """`num_ranks` processes in one gloo world."""
+    """`num_ranks` processes in one world of a device."""
 
-    def __init__(self, nursery: Nursery, num_ranks: int) -> None:
+    def __init__(self, nursery: Nursery, num_ranks: int, device: str = "cpu") -> None:
         self._nursery = nursery
         self._surroundings: Surroundings | None = None
         self._ended: dict[int, int] = {}
-        self._ranks = _fork_ranks(nursery, num_ranks)
+        self._ranks = _fork_ranks(nursery, num_ranks, device)
         try:
             self._collect("the start of the ranks", START_S)
         except BaseException:
@@ -134,7 +134,7 @@ class World:
                     failures[r.rank] = value
 
 
-def _fork_ranks(nursery: Nursery, num_ranks: int) -> list[_Rank]:
+def _fork_ranks(nursery: Nursery, num_ranks: int, device: str) -> list[_Rank]:
     ranks: list[_Rank] = []
     with contextlib.ExitStack() as on_failure, socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -143,7 +143,7 @@ def _fork_ranks(nursery: Nursery, num_ranks: int) -> list[_Rank]:
             on_failure.enter_context(ours)
             stacks = on_failure.enter_context(tempfile.TemporaryFile())
             with theirs:
-                seat = Seat(rank, num_ranks, port)
+                seat = Seat(rank, num_ranks, port, device)
                 pid = nursery.fork(seat, theirs.fileno(), stacks.fileno(), listener.fileno())
             ranks.append(_Rank(rank, pid, ours, stacks))
         on_failure.pop_all()

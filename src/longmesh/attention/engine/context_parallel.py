@@ -98,7 +98,9 @@ class ContextParallel:
         self._ranks = (1,) if mesh is None else tuple(reversed(mesh.shape))  # (inner, outer), or one number
         self._options = {"seq_len": seq_len, "mask": mask, "exchange": exchange, "chunk": chunk}
         self._kernel = kernel
-        self._planned: dict[tuple[int, int, int, int], Heads] = {}
+        self._planned: dict[tuple[tuple[int, int, int, int], torch.device], Heads] = {}
+        self._positions: dict[torch.device, Tensor] = {}
+        self._orders: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
         self._choice: Choice | None = None
         self._has_agreed = False
         self._name = register_caller(self)
@@ -131,9 +133,10 @@ class ContextParallel:
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part of a whole tensor whose `dim` is the sequence. Local; every rank has the whole."""
         dim = check_tokens("shard", tensor, dim, self.plan.seq_len, len(self._cuts))
+        positions = self._positions_on(tensor.device)
         if len(self._cuts) == 1:
-            return tensor.index_select(dim, self.positions.to(tensor.device))
-        rows = zip(tensor.unbind(0), self.positions.to(tensor.device), strict=True)
+            return tensor.index_select(dim, positions)
+        rows = zip(tensor.unbind(0), positions, strict=True)
         return torch.stack([row.index_select(dim - 1, where) for row, where in rows])
 
     def unshard(self, tensor: Tensor, dim: int) -> Tensor:
@@ -155,15 +158,30 @@ class ContextParallel:
     def _gather(self, rows: Tensor, number: int) -> Tensor:
         owned = self._cuts[number]
         if self.plan.num_ranks == 1:
-            return rows.index_select(0, self.positions.argsort().to(rows.device))
-        group, members = self._group(self._every_axis)
+            return rows.index_select(0, self._order_on(rows.device, number)[0])
+        order_S, mine = self._order_on(rows.device, number)
+        return Gather.apply(rows, owned.counts, order_S, mine, self._everyone)
+
+    def _positions_on(self, device: torch.device) -> Tensor:
+        """The positions on a device, copied there once."""
+        if device not in self._positions:
+            self._positions[device] = self.positions.to(device)
+        return self._positions[device]
+
+    def _order_on(self, device: torch.device, number: int) -> tuple[Tensor, Tensor]:
+        """Where each token of the sequence lies in what every rank gathers, and which tokens are this rank's."""
+        if (device, number) not in self._orders:
+            self._orders[device, number] = self._order(device, number)
+        return self._orders[device, number]
+
+    def _order(self, device: torch.device, number: int) -> tuple[Tensor, Tensor]:
+        owned = self._cuts[number]
+        members = (self.rank,) if self.plan.num_ranks == 1 else self._group(self._every_axis)[1]
         most = max(owned.counts)
         order = np.empty(owned.seq_len, dtype=np.int64)
         for place, member in enumerate(members):
             order[owned.positions(member)] = place * most + np.arange(owned.counts[member])
-        mine = torch.from_numpy(owned.positions(self.rank)).to(rows.device)
-        order_S = torch.from_numpy(order).to(rows.device)
-        return Gather.apply(rows, owned.counts, order_S, mine, group)
+        return torch.from_numpy(order).to(device), torch.from_numpy(owned.positions(self.rank)).to(device)
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -264,7 +282,7 @@ class ContextParallel:
         """The call, planned. Only the first one for given heads may communicate, to make groups."""
         # Under torch.compile sizes may be symbols: a plan is for given heads, so theirs are fixed here.
         sizes = int(q.shape[1]), int(k.shape[1]), int(q.shape[3])
-        heads = self._plan_heads(*sizes, q.element_size())
+        heads = self._plan_heads(*sizes, q.element_size(), q.device)
         if heads.has_elementwise:
             score = replace(score, mask_mod=heads.plan.mask.visible)
         kernel = self._choose(q, v, score)
@@ -275,15 +293,16 @@ class ContextParallel:
         self._choice = choose(need._replace(elementwise=score.mask_mod is not None), self._kernel)
         return self._choice.kernel
 
-    def _plan_heads(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> Heads:
+    def _plan_heads(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, device: torch.device
+    ) -> Heads:
         key = (num_heads, num_kv_heads, head_dim, dtype_bytes)
-        if key not in self._planned:
-            self._planned[key] = self._prepare(
-                adapt_plan(self.plan, *key, ranks=self._ranks, **self._options)
-            )
-        return self._planned[key]
+        if (key, device) not in self._planned:
+            plan = adapt_plan(self.plan, *key, ranks=self._ranks, **self._options)
+            self._planned[key, device] = self._prepare(plan, device)
+        return self._planned[key, device]
 
-    def _prepare(self, plan: AttentionPlan) -> Heads:
+    def _prepare(self, plan: AttentionPlan, device: torch.device) -> Heads:
         """Groups and routes of a plan. Groups of several axes are made here, by all ranks together."""
         every = self._every_axis
         outer = inner = None
@@ -296,7 +315,7 @@ class ContextParallel:
             inner, peers = self._group((1,))
             outer, ranks = self._group((0,))
             members = tuple(rank // plan.inner for rank in ranks)
-        routes = tuple(Route(row, self.rank, members, peers) for row in plan.rows)
+        routes = tuple(Route(row, self.rank, members, peers, device) for row in plan.rows)
         elementwise = any(row.schedule.has_elementwise for row in plan.rows)
         return Heads(plan, routes, outer, inner, elementwise)
 

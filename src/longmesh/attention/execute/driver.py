@@ -298,7 +298,7 @@ def _merge_results(task: Task, state: Partial, received: Tensor) -> Partial:
     for count in back.recv_counts:  # one peer after the other: two may have computed the same query
         if count:
             theirs = from_rows(received[at : at + count], out, lse)
-            rows = torch.arange(S)[back.place][at : at + count].to(out.device)
+            rows = back.place_rows[at : at + count]
             mine_out, mine_lse = out.index_select(2, rows), lse.index_select(2, rows)
             merge_(mine_out, mine_lse, *theirs)
             out.index_copy_(2, rows, mine_out)

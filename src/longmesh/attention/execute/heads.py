@@ -93,7 +93,7 @@ def _put(target_BhSD: Tensor, rows: Where, values_BhTD: Tensor) -> None:
     if isinstance(rows, slice):
         target_BhSD[:, :, rows] = values_BhTD
     else:
-        target_BhSD.index_copy_(2, rows.to(values_BhTD.device), values_BhTD)
+        target_BhSD.index_copy_(2, rows, values_BhTD)
 
 
 class ToHeads:

@@ -1,5 +1,7 @@
 """Route: one rank's plan for one batch row with row numbers as tensors, ready to gather and scatter with.
 
+Row numbers are copied to the device once, when the route is made: a copy per call would make each call wait.
+
 A transfer moves rows of buffers. A `Move` says which rows of my source buffer go out, in the order of
 the group's members, and where each row that arrives lies in the destination. Its transpose brings
 gradients home: what was `take` becomes `place` and the other way round, and counts swap.
@@ -36,19 +38,28 @@ class Move:
     take: Where
     place: Where
     by_messages: bool = False
+    device: torch.device | str = "cpu"
 
     @property
     def num_received(self) -> int:
         return sum(self.recv_counts)
 
     @functools.cached_property
+    def place_rows(self) -> Tensor:
+        """`place` as row numbers."""
+        if isinstance(self.place, Tensor):
+            return self.place
+        return torch.arange(self.place.start, self.place.stop).to(self.device)
+
+    @functools.cached_property
     def transposed(self) -> Move:
-        return Move(self.recv_counts, self.send_counts, self.place, self.take, self.by_messages)
+        return Move(self.recv_counts, self.send_counts, self.place, self.take, self.by_messages, self.device)
 
 
 def make_move(
-    sends: Sequence[Rows], receives: Sequence[Rows], places: dict[int, int], by_messages: bool = False
-) -> Move:
+    sends: Sequence[Rows], receives: Sequence[Rows], places: dict[int, int], by_messages: bool = False,
+    device: torch.device | str = "cpu",
+) -> Move:  # fmt: skip
     """`sends` are rows of my source buffer; `receives`, in order, fill the destination from its first row.
 
     `places`: where each rank of the plan stands in the group.
@@ -60,7 +71,8 @@ def make_move(
         at += stop - start
     into.sort(key=_place)
     n = len(places)
-    return Move(_counts(out, n), _counts(into, n), _where(out), _where(into), by_messages)
+    where = _where(out, device), _where(into, device)
+    return Move(_counts(out, n), _counts(into, n), *where, by_messages, device)
 
 
 def _place(row: tuple[int, int, int]) -> int:
@@ -74,7 +86,7 @@ def _counts(rows: list[tuple[int, int, int]], num_members: int) -> tuple[int, ..
     return tuple(counts)
 
 
-def _where(rows: Sequence[tuple[int, int, int]]) -> Where:
+def _where(rows: Sequence[tuple[int, int, int]], device: torch.device | str) -> Where:
     """A slice if the rows are adjacent and in order, else their numbers."""
     rows = [row for row in rows if row[1] < row[2]]
     if not rows:
@@ -82,14 +94,14 @@ def _where(rows: Sequence[tuple[int, int, int]]) -> Where:
     if all(before[2] == after[1] for before, after in itertools.pairwise(rows)):
         return slice(rows[0][1], rows[-1][2])
     _, start, stop = np.array(rows, dtype=np.int64).T
-    return torch.from_numpy(spans(start, stop - start))
+    return torch.from_numpy(spans(start, stop - start)).to(device)
 
 
-def _where_rows(rows: np.ndarray) -> Where:
+def _where_rows(rows: np.ndarray, device: torch.device | str) -> Where:
     """The same of rows one by one."""
     if len(rows) and (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows) if len(rows) else slice(0, 0)
+    return torch.from_numpy(rows).to(device) if len(rows) else slice(0, 0)
 
 
 def part(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
@@ -108,8 +120,12 @@ class Route:
     """What the driver needs of a plan for one batch row, on one rank. `members`: plan ranks in the order of
     the group that keys travel in; `peers`: those of the group that splits heads."""
 
-    def __init__(self, row: RowPlan, rank: int, members: Sequence[int], peers: Sequence[int]) -> None:
+    def __init__(
+        self, row: RowPlan, rank: int, members: Sequence[int], peers: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         self.row = row
+        self.device = device
         self.plan: RankPlan = row.rank(rank)
         self.peers = tuple(peers)
         self.tokens_in_group = row.schedule.ownership.counts[self.plan.group]
@@ -117,7 +133,7 @@ class Route:
         self.has_remote_queries = len(row.schedule.queries) > 0
         self.keys = tuple(None if s.local else self._key_move(s) for s in self.plan.stages)
         self.home = tuple(None if s.local else self._home_move(s) for s in self.plan.stages)
-        self.queries = make_move(self.plan.queries_out, self.plan.queries_in, self._places)
+        self.queries = self._move(self.plan.queries_out, self.plan.queries_in)
 
     @functools.cached_property
     def own_parts(self) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
@@ -127,22 +143,26 @@ class Route:
         return part(own.blocks) if own.local and others else (own.blocks, ())
 
     def _key_move(self, stage: Stage) -> Move:
-        return make_move(stage.sends, stage.receives, self._places, stage.relay)
+        return self._move(stage.sends, stage.receives, stage.relay)
 
     def _home_move(self, stage: Stage) -> Move:
         """The way of gradients: straight to the owners, also where the keys were passed on."""
-        return make_move(stage.lent, stage.kv, self._places, stage.relay).transposed
+        return self._move(stage.lent, stage.kv, stage.relay).transposed
+
+    def _move(self, sends: Sequence[Rows], receives: Sequence[Rows], by_messages: bool = False) -> Move:
+        return make_move(sends, receives, self._places, by_messages, self.device)
 
     @functools.cached_property
     def q_positions(self) -> Tensor:
-        return torch.from_numpy(self.row.group_positions(self.plan.rank))
+        return torch.from_numpy(self.row.group_positions(self.plan.rank)).to(self.device)
 
     @functools.cached_property
     def k_positions(self) -> tuple[Tensor, ...]:
         numbers = range(len(self.plan.stages))
-        return tuple(torch.from_numpy(self.row.stage_positions(self.plan.rank, i)) for i in numbers)
+        found = (torch.from_numpy(self.row.stage_positions(self.plan.rank, i)) for i in numbers)
+        return tuple(positions.to(self.device) for positions in found)
 
     @functools.cached_property
     def peer_rows(self) -> tuple[Where, ...]:
         """For each peer, the rows of the group's buffers that its tokens have."""
-        return tuple(_where_rows(self.row.group_rows(peer)) for peer in self.peers)
+        return tuple(_where_rows(self.row.group_rows(peer), self.device) for peer in self.peers)

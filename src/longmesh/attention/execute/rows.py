@@ -38,14 +38,14 @@ def from_rows(rows_SW: Tensor, *like_BHSD: Tensor) -> list[Tensor]:
 
 
 def take_rows(rows: Tensor, where: Where) -> Tensor:
-    return rows[where] if isinstance(where, slice) else rows.index_select(0, where.to(rows.device))
+    return rows[where] if isinstance(where, slice) else rows.index_select(0, where)
 
 
 def place_rows(received: Tensor, where: Where) -> Tensor:
     """The destination that `where` fills completely."""
     if isinstance(where, slice):
         return received
-    return torch.empty_like(received).index_copy_(0, where.to(received.device), received)
+    return torch.empty_like(received).index_copy_(0, where, received)
 
 
 def add_rows_(total: Tensor, where: Where, rows: Tensor) -> None:
@@ -53,4 +53,4 @@ def add_rows_(total: Tensor, where: Where, rows: Tensor) -> None:
     if isinstance(where, slice):
         total[where].add_(rows)
     else:
-        total.index_add_(0, where.to(rows.device), rows)
+        total.index_add_(0, where, rows)

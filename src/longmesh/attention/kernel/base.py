@@ -53,7 +53,7 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Coordinates:
-    """Which tokens, heads and batch rows the buffers hold. Positions None: row i is token i."""
+    """Which tokens, heads and batch rows the buffers hold, positions on their device. None: row i is token i."""
 
     q_positions_S: Tensor | None = None
     k_positions_K: Tensor | None = None
@@ -63,12 +63,12 @@ class Coordinates:
     def q_rows(self, start: int, stop: int, device: torch.device) -> Tensor:
         if self.q_positions_S is None:
             return torch.arange(start, stop, device=device)
-        return self.q_positions_S[start:stop].to(device)
+        return self.q_positions_S[start:stop]
 
     def k_rows(self, start: int, stop: int, device: torch.device) -> Tensor:
         if self.k_positions_K is None:
             return torch.arange(start, stop, device=device)
-        return self.k_positions_K[start:stop].to(device)
+        return self.k_positions_K[start:stop]
 
 
 @dataclass(frozen=True, eq=False)

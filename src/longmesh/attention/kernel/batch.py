@@ -11,6 +11,7 @@ a third of index_add_ here, and overlapping tiles add up correctly, which a stri
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -115,5 +116,11 @@ def band_mask(
         mask[:, right:].masked_fill_(column > row + hi, -torch.inf)
     if sizes is None:
         return mask[None, None]
-    missing = torch.arange(keys, device=device) >= torch.tensor(sizes, device=device)[:, None, None, None]
+    missing = torch.arange(keys, device=device) >= _on_device(tuple(sizes), device)[:, None, None, None]
     return torch.where(missing, -torch.inf, mask)
+
+
+@lru_cache(maxsize=256)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """The numbers as a tensor, copied to the device once."""
+    return torch.tensor(numbers).to(device)

@@ -31,14 +31,19 @@ def bias_tile(bias: Tensor, at: tuple[Tensor, ...]) -> Tensor:
     bias = bias[(None,) * (4 - bias.ndim)]
     for dim, index in enumerate(at):
         if bias.shape[dim] != 1:
-            contiguous = index.numel() > 0 and int(index[-1] - index[0]) == index.numel() - 1
-            contiguous = contiguous and bool((index.diff() == 1).all())
-            bias = (
-                bias.narrow(dim, int(index[0]), index.numel())
-                if contiguous
-                else bias.index_select(dim, index)
-            )
+            rows = _span(index)
+            bias = bias.index_select(dim, index) if rows is None else bias[(slice(None),) * dim + (rows,)]
     return bias
+
+
+def _span(index: Tensor) -> slice | None:
+    """The indices as a slice, if they are adjacent. Not on a device: the host would wait for it to look at them."""
+    if index.device.type != "cpu" or index.numel() == 0:
+        return None
+    first, last = int(index[0]), int(index[-1])
+    if last - first != index.numel() - 1 or not bool((index.diff() == 1).all()):
+        return None
+    return slice(first, last + 1)
 
 
 def add_bias_gradient_(dbias: Tensor, dscore_BHLM: Tensor, at: tuple[Tensor, ...]) -> None:

@@ -8,7 +8,7 @@ for each.
 Batch and heads are folded into one dim, so that the batch dim is free for tiles; query head x uses
 key/value head ``x // (H / G)`` after folding just as before. The pitfalls handled here for all of
 them: no call is ever empty, nor has a batch of none; the narrower of q's and v's head dim is padded with
-zeros; a row whose mask hides everything gets lse -inf whatever the kernel says; no scale is 0 or less.
+zeros; a row whose mask hides everything gets lse -inf and output 0 whatever the kernel says; no scale is 0 or less.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class TiledKernel(Kernel):
             shape = shapes.of(call)
             out, lse = self.attend(q_t, k_t, v_t, shape)
             if call.elementwise and shape.mask is not None:
-                lse = lse.masked_fill((shape.mask == -torch.inf).all(-1), -torch.inf)
+                hidden = (shape.mask == -torch.inf).all(-1)
+                lse, out = lse.masked_fill(hidden, -torch.inf), out.masked_fill(hidden[..., None], 0.0)
             if state is None:  # one call for all rows: its result is the state
                 dtype = accumulate_dtype(q_BHSD.dtype)
                 return Partial(*(t[0].unflatten(0, (B, H)).to(dtype) for t in (out[..., :E], lse)))
