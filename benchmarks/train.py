@@ -39,7 +39,7 @@ def make_stepper(options: TrainOptions, axes: Axes) -> Callable[[], float]:
     """A function that runs the next step and gives its loss."""
     model, optimizer = build(options, axes)
     steps = Corpus(options.seed).steps(options.seq_len, options.batch, first=0)
-    return lambda: run_step(model, optimizer, next(steps), options, axes)[0]
+    return lambda: float(run_step(model, optimizer, next(steps), options, axes)[0].loss)
 
 
 @functools.cache

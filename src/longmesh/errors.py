@@ -4,7 +4,7 @@ A user's mistake is a `LongmeshError` (a `ValueError`): its text says what was g
 allowed, and the cheapest fix. A broken invariant of our own is an `AssertionError`.
 """
 
-__all__ = ["CheckpointError", "CollectiveError", "LongmeshError", "NotDistributedError"]
+__all__ = ["CheckpointError", "CollectiveError", "LongmeshError", "NotDistributedError", "NumbersError"]
 
 
 class LongmeshError(ValueError):
@@ -53,4 +53,15 @@ class CheckpointError(LongmeshError):
     Traceback (most recent call last):
         ...
     longmesh.errors.CheckpointError: there is no checkpoint at nowhere: it has no file .metadata
+    """
+
+
+class NumbersError(RuntimeError):
+    """Numbers that are no longer right: not finite again and again, or copies of a parameter that differ.
+
+    >>> from longmesh.train.replicas import describe_drift
+    >>> raise NumbersError(describe_drift("w", 7, [0, 1, 2], [5, 6, 5], ["a", "b", "c"]))
+    Traceback (most recent call last):
+        ...
+    longmesh.errors.NumbersError: step 7: copies of w differ: rank 1 (b) holds other values than 2 others; ...
     """

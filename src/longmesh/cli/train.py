@@ -54,6 +54,10 @@ def add_parser(commands: Any) -> None:
         ("save-every", "steps from checkpoint to checkpoint (default: only one, at the end)"),
         ("keep", "checkpoints that stay, the newest (default 3)"),
         ("keep-every", "keep those whose step it divides, too (default: none)"),
+        (
+            "check-replicas",
+            "steps from one comparison of the ranks' copies of the parameters to the next (default: none)",
+        ),
     ]
     for name, text in sizes:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=text)

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.optim import AdamW
 
@@ -20,11 +21,14 @@ from longmesh.attention.tokens.packing import IGNORED
 from longmesh.comm import CommEvent, CommObserver, observe_comm
 from longmesh.train.data import Corpus
 from longmesh.train.guard import Guard
+from longmesh.train.ledger import Ledger
 from longmesh.train.model import Transformer
+from longmesh.train.numbers import StepNumbers, agree_on_bad, gradient_norms
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import Axes, cut_model, sum_gradients, take_part
 from longmesh.train.progress import StepRecord
-from longmesh.train.state import load_state, open_checkpoints, save_state
+from longmesh.train.replicas import check_replicas
+from longmesh.train.state import finished, load_state, open_checkpoints, save_state
 
 WARMUP_STEPS = 5
 UNGUARDED = Guard()
@@ -66,20 +70,21 @@ def train(
             source = checkpoints if is_own else open_checkpoints(options.resume, options)
             losses = load_state(source, model, optimizer, options)
     record, clock = RunRecord(losses), WaitClock()
+    ledger = Ledger(model, losses, record.steps, show)
     sequences = corpus.steps(options.seq_len, options.batch, first=len(losses))
-    with observe_comm(clock):
+    with observe_comm(clock), finished(checkpoints):
         for step in range(len(losses), options.steps):
             start, waited = time.perf_counter(), clock.seconds
             optimizer.param_groups[0]["lr"] = options.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
             with nullcontext() if record.steps else guard.section("first step"):
-                loss, record.plan = run_step(model, optimizer, next(sequences), options, axes)
-            losses.append(loss)
-            took = time.perf_counter() - start
-            record.steps.append(StepRecord(step, loss, took, clock.seconds - waited))
-            show(record.steps[-1])
+                numbers, record.plan = run_step(model, optimizer, next(sequences), options, axes)
+            ledger.add(step, numbers, time.perf_counter() - start, clock.seconds - waited)
+            if options.check_replicas and (step + 1) % options.check_replicas == 0:
+                check_replicas(model, axes, step + 1)
             checkpoints.poll()
             is_last = step + 1 == options.steps
             if is_last or (options.save_every and (step + 1) % options.save_every == 0):
+                ledger.settle()
                 with guard.section("save"):
                     save_state(checkpoints, model, optimizer, options, losses)
         with guard.section("save"):
@@ -92,22 +97,27 @@ def build(options: TrainOptions, axes: Axes) -> tuple[nn.Module, AdamW]:
     names = ("dim", "layers", "heads", "kv_heads", "seed")
     model = Transformer(**{name: getattr(options, name) for name in names}).to(axes.world.device_type)
     cut_model(model, axes)
-    return model, AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    # Fused: the one kind that leaves everything as it is where `found_inf` says so, without asking the host.
+    return model, AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, fused=True)
 
 
 def run_step(
     model: nn.Module, optimizer: AdamW, rows: Sequence[PackedDocuments], options: TrainOptions, axes: Axes
-) -> tuple[float, AttentionPlan | None]:
-    """One update from all sequences of a step; the mean loss over their tokens, and the last plan of attention."""
+) -> tuple[StepNumbers, AttentionPlan | None]:
+    """One update from all sequences of a step, unless it is not finite; the mean loss over their tokens and what was
+    found, on the device, and the last plan of attention."""
     num_labels = sum(int((row.labels != IGNORED).sum()) for row in rows)
-    loss_sum, plan = 0.0, None
+    losses, plan = [], None
     for row in rows[axes.data.get_local_rank() :: options.data]:
         part = take_part(row, options, axes)
         logits = model(part.tokens, part.positions, part.attend)
         loss = cut_cross_entropy(logits, part.labels, axes.tokens, reduction="sum") / num_labels
         loss.backward()
-        loss_sum, plan = loss_sum + float(loss.detach()), part.plan
-    sum_gradients(model, axes)
+        losses.append(loss.detach())
+        plan = part.plan
+    norms, loss = gradient_norms(model), torch.stack(losses).sum()
+    is_bad = agree_on_bad(loss, sum_gradients(model, axes, norms), axes)
+    optimizer.found_inf = is_bad  # type: ignore[attr-defined] - as torch's GradScaler tells it
     optimizer.step()
     optimizer.zero_grad()
-    return loss_sum, plan
+    return StepNumbers(loss, is_bad, norms), plan

@@ -32,6 +32,7 @@ class TrainOptions:
     save_every: int = 0
     keep: int = 3
     keep_every: int = 0
+    check_replicas: int = 0
     force: bool = False
     out: str = "longmesh-train"
     resume: str | None = None
@@ -43,7 +44,7 @@ class TrainOptions:
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise LongmeshError(f"{name}={getattr(self, name)}: give at least 1")
-        for name, least in (("keep", 1), ("keep_every", 0)):
+        for name, least in (("keep", 1), ("keep_every", 0), ("check_replicas", 0)):
             if getattr(self, name) < least:
                 raise LongmeshError(f"{name}={getattr(self, name)}: give {least} or more")
         if not 0 < self.timeout < float("inf"):

@@ -125,12 +125,17 @@ def _attend_alone(lengths: tuple[int, ...]) -> Attend:
     return attend
 
 
-def sum_gradients(model: nn.Module, axes: Axes) -> None:
-    """Add up the gradients of all ranks that share a parameter. Collective over data and context."""
-    if axes.tokens.size() > 1:
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-        group = comm_of(axes.tokens).group((0, 1))
-        flat = collectives.all_reduce(torch.cat([g.flatten() for g in grads]), reduce_op="sum", group=group)
-        for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(total.view_as(grad))
+def sum_gradients(model: nn.Module, axes: Axes, norms: Tensor) -> Tensor:
+    """Add up the gradients of all ranks that share a parameter; the norm of the sums. `norms` are those of the terms.
+
+    Collective over data and context.
+    """
+    if axes.tokens.size() == 1:
+        return torch.linalg.vector_norm(norms)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    group = comm_of(axes.tokens).group((0, 1))
+    flat = collectives.all_reduce(torch.cat([g.flatten() for g in grads]), reduce_op="sum", group=group)
+    for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
+    return torch.linalg.vector_norm(flat)

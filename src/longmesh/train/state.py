@@ -6,6 +6,8 @@ OUT/checkpoint/step-00000100      after 100 steps; the last few are kept, see lo
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.optim import Optimizer
 
 from longmesh import checkpoint
 from longmesh.checkpoint import Directory
-from longmesh.errors import LongmeshError
+from longmesh.errors import CheckpointError, LongmeshError, NumbersError
 from longmesh.train.options import TrainOptions
 
 
@@ -24,6 +26,17 @@ def open_checkpoints(out: str, options: TrainOptions) -> Directory:
     return Directory(
         Path(out, "checkpoint"), keep=options.keep, keep_every=options.keep_every, check_finite=True
     )
+
+
+@contextmanager
+def finished(checkpoints: Directory) -> Iterator[None]:
+    """Finish a save that is under way when bad numbers end the run: every rank raises them alike."""
+    try:
+        yield
+    except NumbersError:
+        with suppress(CheckpointError):  # the cause is what is told
+            checkpoints.flush()
+        raise
 
 
 def save_state(
@@ -63,7 +76,7 @@ def collect_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         memory = optimizer.state[parameter]
         if not memory:
-            memory["step"] = torch.zeros(())
+            memory["step"] = torch.zeros((), device=parameter.device)
             memory["exp_avg"], memory["exp_avg_sq"] = (torch.zeros_like(parameter.detach()) for _ in range(2))
         state[f"model.{name}"] = parameter.detach()
         state |= {f"optimizer.{name}.{key}": value for key, value in memory.items()}

@@ -17,6 +17,7 @@ UNEVEN_BATCH = "batch=3: each of the data=2 groups takes the same number of sequ
         ({"context": -1}, "context=-1: give at least 1"),
         ({"keep": 0}, "keep=0: give 1 or more"),
         ({"keep_every": -1}, "keep_every=-1: give 0 or more"),
+        ({"check_replicas": -1}, "check_replicas=-1: give 0 or more"),
         ({"timeout": float("nan")}, "timeout=nan: give a positive number of seconds"),
         ({"mask": "window"}, "mask='window' is not known; use one of documents, causal"),
         ({"dim": 100, "heads": 8}, ODD_HEADS),
@@ -54,7 +55,7 @@ def test_the_command_lines_options_are_the_trainers():
         "layers",
         "heads",
     ]
-    numbers += ["kv-heads", "seed", "save-every", "keep", "keep-every"]
+    numbers += ["kv-heads", "seed", "save-every", "keep", "keep-every", "check-replicas"]
     words = {
         "learning-rate": "0.1",
         "timeout": "60",
