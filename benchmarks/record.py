@@ -33,6 +33,7 @@ TABLES = (
     "op_coverage",
     "parallel",
     "randomness",
+    "recurrent",
     "redistribute",
     "repodocs",
     "train",

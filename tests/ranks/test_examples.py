@@ -15,6 +15,7 @@ SHOWS = {
     "comm_mode_features": ("wrote comm.json, comm.txt, trace.json", "all_reduce"),
     "convnext": ("largest difference from one process",),
     "flex_attention_cp": ("dvalue: largest difference",),
+    "hybrid_model": ("its state comes from ranks", "largest difference from one process"),
     "layouts_demo": ("columns over both axes", "6 moves, each checked on 4 ranks"),
     "table_sharding": ("table-wise: 2 tables a rank", "row-wise"),
     "visualize_sharding": ("one rank has none", "sharding.svg"),

@@ -10,7 +10,7 @@ from longmesh.recurrent import RecurrentParallel
 from longmesh.testing import cpu_mesh
 from support.recurrences import WHOLE, call_layer, draw, expect, token_dim
 
-LAYERS = ("delta", "delta_diagonal", "linear", "linear_diagonal", "ssd", "selective", "conv")
+LAYERS = ("delta", "delta_diagonal", "linear", "linear_diagonal", "ssd", "selective", "diagonal", "conv")
 # (tokens, documents, exchange): uneven and empty spans, documents that end at borders and inside chunks
 CASES = (
     (133, None, "gather"),

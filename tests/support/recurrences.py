@@ -52,6 +52,16 @@ def selective_loop(x, dt, A, B, C, D, initial, starts) -> tuple[Tensor, Tensor]:
     return _stacked(outputs, x, 2), state
 
 
+def diagonal_loop(x, g, initial, starts) -> tuple[Tensor, Tensor]:
+    """(batch, tokens, channels)."""
+    state, outputs = initial, []
+    for t in range(x.shape[1]):
+        state = state * 0 if t in starts else state
+        state = g[:, t].exp() * state + x[:, t]
+        outputs.append(state)
+    return _stacked(outputs, x, 1), state
+
+
 def conv_loop(x, weight, bias, starts) -> Tensor:
     width, outputs = weight.shape[1], []
     for t in range(x.shape[2]):
@@ -101,6 +111,12 @@ def draw(layer: str, seq_len: int, dtype: torch.dtype = torch.float64, rows: int
             "D": normal(heads),
             "initial": normal(rows, heads, keys, values),
         }
+    elif layer == "diagonal":
+        drawn = {
+            "x": normal(rows, seq_len, 4),
+            "g": -2 * uniform(rows, seq_len, 4),
+            "initial": normal(rows, 4),
+        }
     elif layer == "selective":
         drawn = {
             "x": normal(rows, 4, seq_len),
@@ -124,6 +140,7 @@ LOOPS = {
     "linear_diagonal": linear_loop,
     "ssd": ssd_loop,
     "selective": selective_loop,
+    "diagonal": diagonal_loop,
 }
 
 
@@ -144,6 +161,8 @@ def call_layer(rp, layer: str, given: dict[str, Tensor]) -> tuple[Tensor, Tensor
             return rp.gated_delta_rule(*values, scale=1.0, initial_state=initial, final=True)
         case "linear" | "linear_diagonal":
             return rp.linear_attention(*values, initial_state=initial, final=True)
+        case "diagonal":
+            return rp.diagonal_scan(*values, initial_state=initial, final=True)
         case "ssd":
             return rp.ssd(*values, initial_state=initial, final=True)
         case _:

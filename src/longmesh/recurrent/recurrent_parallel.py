@@ -30,6 +30,7 @@ from longmesh.recurrent.explain import LayerStats, explain, layer_stats
 from longmesh.recurrent.function import run
 from longmesh.recurrent.gather import gather_tokens, share_last
 from longmesh.recurrent.kernel.delta import GatedDeltaRule
+from longmesh.recurrent.kernel.diagonal import DiagonalScan
 from longmesh.recurrent.kernel.form import Kernel
 from longmesh.recurrent.kernel.linear import LinearAttention
 from longmesh.recurrent.kernel.selective import SelectiveScan
@@ -83,11 +84,11 @@ class RecurrentParallel:
         )
         scheme = None if exchange == "auto" else exchange
         self._sizes: dict[str, tuple[int, int]] = {}
-        self._chain = Chain(self.plan, self.rank, None, (0,), scheme)
+        self.chain = Chain(self.plan, self.rank, None, (0,), scheme)
         if comm is not None:
             group = comm.group((0,))
             members = tuple(comm.shape.index(place) for place in group.members)
-            self._chain = Chain(self.plan, self.rank, group, members, scheme)
+            self.chain = Chain(self.plan, self.rank, group, members, scheme)
 
     # -- the layout ------------------------------------------------------------------------------
 
@@ -115,13 +116,13 @@ class RecurrentParallel:
     def unshard(self, tensor: Tensor, dim: int) -> Tensor:
         """The whole tensor from every rank's part. Collective; its gradient is this rank's part of the whole's."""
         self._check_tokens("unshard", tensor, dim)
-        return gather_tokens(self._chain, tensor, dim)
+        return gather_tokens(self.chain, tensor, dim)
 
     # -- seeing ----------------------------------------------------------------------------------
 
     def stats(self) -> list[LayerStats]:
         """What each kind of layer that was called sends, one after the other. Pure."""
-        scheme = self._chain.scheme
+        scheme = self.chain.scheme
         return [
             layer_stats(name, self.plan, *sizes, scheme=scheme) for name, sizes in sorted(self._sizes.items())
         ]
@@ -214,12 +215,18 @@ class RecurrentParallel:
         skip = x * D.unsqueeze(-1)
         return (out[0] + skip, out[1]) if isinstance(out, tuple) else out + skip
 
+    def diagonal_scan(
+        self, x: Tensor, decay: Tensor, *, initial_state: Tensor | None = None, final: bool = False
+    ) -> Result:
+        """h_t = exp(decay) h + x of each channel by itself: (batch, tokens, channels), as an RG-LRU has it."""
+        return self._run(DiagonalScan(), [x, decay], x.dtype, initial_state, final)
+
     def causal_conv1d(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
     ) -> Tensor:
         """A causal convolution of each channel: x (batch, channels, tokens), weight (channels, width)."""
         self._check_tokens("causal_conv1d", x, 2)
-        return convolve(self._chain, x, weight, bias, activation)
+        return convolve(self.chain, x, weight, bias, activation)
 
     def _run(
         self,
@@ -235,12 +242,12 @@ class RecurrentParallel:
         inputs = [x.to(wide) for x in inputs]
         chunks = self._chunks(kernel.chunk, wide, inputs[0].device)
         initial = None if initial is None else initial.to(wide)
-        out, last = run(kernel, self._chain, chunks, initial, inputs)
+        out, last = run(kernel, self.chain, chunks, initial, inputs)
         rows, width = len(self.plan.starts), last.element_size()
         passing = kernel.transition_numel(inputs)
         self._sizes[kernel.name] = last.numel() // rows * width, passing // rows * width
         out = out.to(dtype)
-        return (out, share_last(self._chain, last)) if final else out
+        return (out, share_last(self.chain, last)) if final else out
 
     def _chunks(self, size: int, dtype: torch.dtype, device: torch.device) -> Chunks:
         return chunks_of(self.plan, self.rank, size, dtype=dtype, device=device)

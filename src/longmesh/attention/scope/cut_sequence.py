@@ -30,6 +30,7 @@ from longmesh.attention.kernel.base import Score
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.layout.given import Given
 from longmesh.attention.layout.named import layout_of
+from longmesh.attention.layout.ordered import Ordered
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.scope.cut_block_mask import CutBlockMask
 from longmesh.attention.scope.cut_mask import CutMask
@@ -115,11 +116,12 @@ class CutSequence:
             )
         # The tokens stay; which blocks are computed away from home was decided for another mask.
         owned = dataclasses.replace(self.lead.plan.rows[0].ownership, moved=())
+        kept = self.layout if isinstance(self.layout, Ordered) else Given(owned)
         return ContextParallel(
             self.mesh,
             seq_len=self.seq_len,
             mask=functools.reduce(operator.and_, parts) if parts else masks.full(),
-            layout=Given(owned),
+            layout=kept,
             exchange=self._exchange,
         )
 
