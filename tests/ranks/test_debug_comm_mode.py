@@ -209,3 +209,23 @@ def test_methods_take_what_torchs_take(name):
     assert [(p.name, p.default, p.kind) for p in ours.values()] == [
         (p.name, p.default, p.kind) for p in theirs.values()
     ]
+
+
+def readers():
+    mode = CommDebugMode()
+    run_model(mode, 6)
+    assert mode.comm_counts == mode.get_comm_counts()
+    modules = mode.comm_module_counts
+    return {name: {way: names(counts) for way, counts in ways.items()} for name, ways in modules.items()}
+
+
+def test_counts_by_module_under_torchs_names(pool):
+    for found in pool.run(readers, ranks=2):
+        assert set(found) >= {"Global", "Model", "Model.blocks.0", "Model.blocks.1"}
+        assert (
+            found["Model.blocks.0"]["forward"]
+            == found["Model.blocks.1"]["forward"]
+            == {"c10d_functional.all_reduce": 1}
+        )
+        assert found["Model"]["forward"] == found["Global"]["forward"] == {"c10d_functional.all_reduce": 2}
+        assert sum(found["Global"]["backward"].values()) == sum(found["Model"]["backward"].values()) > 0

@@ -99,6 +99,27 @@ def test_structures(pool):
     assert pool.run(structures, ranks=4) == [True] * 4
 
 
+def none_for_an_argument():
+    mesh = cpu_mesh(2)
+    x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    whole = distribute_tensor(torch.arange(3.0), mesh, [Replicate()]).requires_grad_()
+    scale = local_map(
+        lambda part, rows, factor: part * rows.sum() * factor,
+        [Shard(0)],
+        ([Shard(0)], None, None),
+        (None, None, None),
+    )
+    y = scale(x, whole, 2.0)
+    local_map(torch.square, None, (None,))(whole).sum().backward()
+    return y.placements, y.full_tensor(), whole.grad.placements, whole.grad.full_tensor()
+
+
+def test_none_takes_an_argument_as_it_is(pool):
+    for placements, y, grad_placements, grad in pool.run(none_for_an_argument, ranks=2):
+        assert placements == (Shard(0),) and torch.equal(y, torch.arange(5.0) * 6)
+        assert grad_placements == (Replicate(),) and torch.equal(grad, 2 * torch.arange(3.0))
+
+
 def texts():
     mesh = cpu_mesh(2)
     x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
@@ -106,9 +127,7 @@ def texts():
     for make, args in (
         (lambda: local_map(torch.neg, [Shard(0)], ([Shard(0)], None)), (x,)),
         (lambda: local_map(torch.neg, [Shard(0)], ([Replicate()],)), (x,)),
-        (lambda: local_map(torch.neg, [Shard(0)], (None,)), (x,)),
         (lambda: local_map(lambda t: (t, t), [Shard(0)]), (x,)),
-        (lambda: local_map(torch.neg, None), (x,)),
         (lambda: local_map(lambda t: 3, [Shard(0)]), (x,)),
         (lambda: local_map(lambda t: torch.ones(2 + dist.get_rank()), [Shard(0)]), (x,)),
     ):
@@ -127,18 +146,13 @@ def test_error_texts(pool):
             "None for what is no tensor"
         ),
         (
-            "local_map: argument 0 lies as (Shard(dim=0),) and in_placements want (Replicate(),); redistribute() "
-            "it first, or pass redistribute_inputs=True"
-        ),
-        (
-            "local_map: argument 0 is a DTensor laid out as (Shard(dim=0),) and its in_placements are None; say "
-            "how it must lie"
+            "local_map: argument 0 is laid out as (Shard(dim=0),) and in_placements want (Replicate(),); "
+            "redistribute() it first, or pass redistribute_inputs=True"
         ),
         (
             "local_map: out_placements has 1 entries for 2 (flattened) results; give a tuple with one for each, "
             "None for what is no tensor"
         ),
-        "local_map: result 0 is a tensor and its out_placements are None; say how it lies",
         "local_map: result 0 is a int and has out_placements (Shard(dim=0),); give None for what is no tensor",
         (
             "local_map: result 0 laid out as S(0) on MeshShape((2,)) would have the shape (5,), of which "

@@ -49,17 +49,6 @@ def verify_local_shapes(
             )
 
 
-def verify_same(values: Sequence[int], what: str, comm: MeshComm, device: torch.device) -> None:
-    """Raise on every rank unless all ranks gave the same numbers."""
-    group, rows = gather_rows(values, comm, device)
-    for rank, row in zip(group.global_ranks, rows, strict=True):
-        if row != rows[0]:
-            raise LongmeshError(
-                f"{what}: rank {group.global_ranks[0]} gave {rows[0]} and rank {rank} gave {row}; "
-                "every rank must pass the same"
-            )
-
-
 def broadcast_replicas(local: torch.Tensor, layout: Layout, comm: MeshComm) -> torch.Tensor:
     """Replace replicas by the data of their axis's first rank."""
     for axis, placement in enumerate(layout.placements):

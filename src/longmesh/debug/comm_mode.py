@@ -26,7 +26,7 @@ from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm
 from longmesh.comm.record import is_told
 from longmesh.debug import comm_report
 from longmesh.debug.foreign import describe_foreign, issued_by_longmesh
-from longmesh.debug.module_stack import ModuleStack, now_us
+from longmesh.debug.module_stack import GLOBAL, ModuleStack, now_us
 from longmesh.tensor import DTensor
 from longmesh.tensor.tree import all_tensors
 
@@ -88,6 +88,24 @@ class CommDebugMode(TorchDispatchMode):
         An op that did not run counts 0.
         """
         return Counter(call.op for call in self.calls)
+
+    @property
+    def comm_counts(self) -> dict[Any, int]:
+        """The same as `get_comm_counts()`, under the name of torch's attribute."""
+        return self.get_comm_counts()
+
+    @property
+    def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
+        """By module, then "forward" or "backward", then op: collectives of the module and of those inside it.
+
+        `Global` is the whole program.
+        """
+        counts: dict[str, dict[str, dict[Any, int]]] = {GLOBAL: {"forward": Counter(), "backward": Counter()}}
+        for call in self.calls:
+            for name in self.modules.path(call.module):
+                found = counts.setdefault(name, {"forward": Counter(), "backward": Counter()})
+                found["backward" if call.is_backward else "forward"][call.op] += 1
+        return counts
 
     def get_total_bytes(self) -> int:
         """What this rank sent."""

@@ -20,7 +20,7 @@ from longmesh._torch import AsyncCollectiveTensor, tree_flatten, tree_unflatten
 from longmesh.comm import comm_of
 from longmesh.comm.verify import gather_rows
 from longmesh.errors import LongmeshError
-from longmesh.spec import Layout, Placement
+from longmesh.spec import Layout, Placement, Replicate
 from longmesh.tensor import DTensor
 from longmesh.tensor.arguments import normalize_placements
 
@@ -40,10 +40,11 @@ def local_map(
 ) -> Callable[..., Any]:
     """`func` on the local parts of its DTensor arguments; its tensors come back as DTensors laid out as told.
 
-    The placements go by the flattened positional arguments and results, None for what is no DTensor. An input that
-    does not lie as `in_placements` says is an error, or with `redistribute_inputs` brought there.
-    `in_grad_placements` say how the gradients that `func` gives its inputs lie, where not as the inputs. Keyword
-    arguments are passed on. Without DTensor arguments it is just `func`. Without `func`, a decorator.
+    The placements go by the flattened positional arguments and results. In `in_placements`, None takes an argument as
+    it is: a DTensor in any layout, or no tensor at all. An input in another layout than `in_placements` says is an
+    error, or with `redistribute_inputs` is redistributed. `in_grad_placements` are the placements of the gradients that
+    `func` gives its inputs, None where they are the input's. In `out_placements`, None is no tensor, or a replicated
+    one. Keyword arguments are passed on. Without DTensor arguments it is just `func`. Without `func`, a decorator.
     Collective: every rank of the mesh.
 
     >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
@@ -101,17 +102,14 @@ def _bring(leaf: Any, position: int, placements: InputPlacements, redistribute: 
             )
         return leaf
     if wanted is None:
-        raise LongmeshError(
-            f"local_map: argument {position} is a DTensor laid out as {leaf.placements} and its in_placements are "
-            "None; say how it must lie"
-        )
+        return leaf
     layout = normalize_placements(wanted, leaf.ndim, "local_map(in_placements)")
     if leaf.placements == layout:
         return leaf
     if not redistribute:
         raise LongmeshError(
-            f"local_map: argument {position} lies as {leaf.placements} and in_placements want {layout}; redistribute() "
-            "it first, or pass redistribute_inputs=True"
+            f"local_map: argument {position} is laid out as {leaf.placements} and in_placements want {layout}; "
+            "redistribute() it first, or pass redistribute_inputs=True"
         )
     return leaf.redistribute(placements=layout)
 
@@ -120,11 +118,6 @@ def _local(leaf: Any, position: int, placements: InputPlacements) -> Any:
     if not isinstance(leaf, DTensor):
         return leaf
     grads = None if placements is None else placements[position]
-    if placements is not None and grads is None:
-        raise LongmeshError(
-            f"local_map: argument {position} is a DTensor and its in_grad_placements are None; say how its gradient "
-            "lies"
-        )
     local = leaf.to_local(grad_placements=grads)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
@@ -167,10 +160,8 @@ def _wrap_one(leaf: Any, position: int, mesh: DeviceMesh, placements: Any, is_un
         raise LongmeshError(
             f"local_map: result {position} is a DTensor already; the function gets plain tensors and returns plain ones"
         )
-    if placements is None:
-        raise LongmeshError(
-            f"local_map: result {position} is a tensor and its out_placements are None; say how it lies"
-        )
+    if placements is None:  # as in from_local
+        placements = [Replicate()] * mesh.ndim
     layout = Layout(mesh, normalize_placements(placements, leaf.ndim, "local_map(out_placements)"))
     layout.check_ndim(leaf.ndim, leaf.shape)
     shape = _agreed_shape(leaf, layout, mesh, position) if is_uneven and layout.shard_dims else None

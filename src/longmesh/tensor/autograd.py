@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.comm import MeshComm, comm_of, run_plan
+from longmesh.comm.agree import agree
 from longmesh.comm.verify import broadcast_replicas, verify_local_shapes
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial, Placement, Replicate
@@ -55,6 +56,39 @@ def held_of_parts(
     whole = even_global_shape(layout, shape)
     strides = contiguous_stride(whole) if stride is None else stride_like(whole, stride)
     return tensor_layout(comm.mesh, layout, whole, strides, dtype)
+
+
+class LocalArguments(NamedTuple):
+    """What every rank must pass from_local(run_check=True) alike; sizes are compared with the layout's afterwards."""
+
+    ndim: int
+    dtype: str
+    requires_grad: bool
+    placements: str
+    shape: str
+    stride: str
+    grad_placements: str
+    shard_order: str
+
+
+def agree_on_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *options: object
+) -> None:
+    """Raise on every rank unless all call from_local alike. Collective over the mesh."""
+    shape, stride, grads, order = ("" if option is None else str(option) for option in options)
+    mine = LocalArguments(
+        local.ndim,
+        str(local.dtype).removeprefix("torch."),
+        local.requires_grad,
+        str(tuple(placements)),
+        shape,
+        stride,
+        grads,
+        order,
+    )
+    comm = comm_of(mesh)
+    group = comm.group(tuple(range(comm.shape.ndim)))
+    agree("from_local(run_check=True)", mine, None, group, local.device.type)
 
 
 def from_local(

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.comm import comm_of, run_plan
+from longmesh.comm.agree import agree
 from longmesh.comm.scatter import scatter_tensor
-from longmesh.comm.verify import verify_same
 from longmesh.errors import LongmeshError
 from longmesh.plan import plan_redistribute
 from longmesh.spec import Layout, Placement, Replicate
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.meta import check_averages, contiguous_stride
+
+
+class Arguments(NamedTuple):
+    """What every rank must pass alike."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    src_data_rank: int
+    requires_grad: bool
 
 
 def distribute_tensor(
@@ -46,6 +55,34 @@ def distribute_tensor(
                 f"distribute_tensor got a DTensor laid out as {tensor.placements}; use redistribute() to move it"
             )
         return tensor
+    layout, problem = None, None
+    try:
+        layout = _checked_layout(tensor, mesh, placements, shard_order, src_data_rank)
+    except LongmeshError as error:
+        problem = error
+    if src_data_rank is not None and not tensor.is_meta and mesh.size() > 1:
+        names = "" if layout is None else str(layout)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        mine = Arguments(tuple(tensor.shape), dtype, names, src_data_rank, tensor.requires_grad)
+        comm = comm_of(mesh)
+        agree("distribute_tensor", mine, problem, comm.group(tuple(range(mesh.ndim))), mesh.device_type)
+    if layout is None:
+        assert problem is not None
+        raise problem
+    local = _make_local(tensor, mesh, layout, src_data_rank)
+    requires_grad = tensor.requires_grad
+    result = DTensor(local, mesh, layout, tensor.shape, contiguous_stride(tensor.shape), requires_grad)
+    return nn.Parameter(result, requires_grad) if isinstance(tensor, nn.Parameter) else result  # pyright: ignore[reportReturnType]
+
+
+def _checked_layout(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    shard_order: Iterable[tuple[int, Sequence[int]]] | None,
+    source: int | None,
+) -> Layout:
+    """The layout that was asked for, once all arguments of this rank are in order."""
     if not tensor.is_leaf:
         raise LongmeshError(
             "distribute_tensor takes a leaf tensor, got the result of a differentiable op; use DTensor.from_local "
@@ -55,10 +92,12 @@ def distribute_tensor(
     layout = Layout(mesh, normalize_placements(given, tensor.ndim, "distribute_tensor"), shard_order)
     layout.check_ndim(tensor.ndim, tensor.shape)
     check_averages(layout, tensor.dtype)
-    local = _make_local(tensor, mesh, layout, src_data_rank)
-    requires_grad = tensor.requires_grad
-    result = DTensor(local, mesh, layout, tensor.shape, contiguous_stride(tensor.shape), requires_grad)
-    return nn.Parameter(result, requires_grad) if isinstance(tensor, nn.Parameter) else result  # pyright: ignore[reportReturnType]
+    if source is not None and not tensor.is_meta and not 0 <= source < min(layout.mesh.sizes):
+        raise LongmeshError(
+            f"src_data_rank={source} is a place on every mesh axis, and the mesh is {layout.mesh.sizes}; "
+            f"allowed are 0 to {min(layout.mesh.sizes) - 1}, or None to send nothing"
+        )
+    return layout
 
 
 def _make_local(tensor: torch.Tensor, mesh: DeviceMesh, layout: Layout, source: int | None) -> torch.Tensor:
@@ -74,14 +113,6 @@ def _make_local(tensor: torch.Tensor, mesh: DeviceMesh, layout: Layout, source: 
         plan = plan_redistribute(start, layout, shape=whole.shape, itemsize=whole.element_size())
         assert plan.num_collectives == 0, "cutting a replicated tensor is local"
         return run_plan(plan, whole, comm) if plan.steps else whole.clone()
-    if not 0 <= source < min(layout.mesh.sizes):
-        raise LongmeshError(
-            f"src_data_rank={source} is a place on every mesh axis, and the mesh is {layout.mesh.sizes}; "
-            f"allowed are 0 to {min(layout.mesh.sizes) - 1}, or None to send nothing"
-        )
-    fingerprint = hashlib.sha256(f"{tensor.dtype} {layout!r} {source}".encode()).digest()
-    values = [*whole.shape, int.from_bytes(fingerprint[:6], "little")]
-    verify_same(values, "distribute_tensor(shape..., hash of dtype and layout)", comm, whole.device)
     local = scatter_tensor(whole, terms_later, comm, source=source)
     plan = plan_redistribute(terms_later, layout, shape=whole.shape, itemsize=whole.element_size())
     return run_plan(plan, local, comm)

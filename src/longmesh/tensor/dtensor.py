@@ -121,9 +121,9 @@ class DTensor(torch.Tensor):
         """The DTensor whose part on this rank is `local_tensor` (shared, not copied).
 
         Without `shape` all shards are taken to be equal; give the global `shape` where they are not. Never
-        communicates unless `run_check=True`: then every rank of the mesh must call it, sizes are verified
-        on all of them, and replicated axes take their first rank's data. Differentiable; the local gradient
-        is laid out as the input was (a Partial gets a replicated one), or by `grad_placements`.
+        communicates unless `run_check=True`: then every rank of the mesh must call it, arguments, dtypes and
+        sizes are compared on all of them, and replicated axes take their first rank's data. Differentiable; the
+        local gradient is laid out as the input was (a Partial gets a replicated one), or by `grad_placements`.
         """
         mesh = resolve_mesh(device_mesh, "from_local")
         if isinstance(local_tensor, DTensor):
@@ -134,6 +134,8 @@ class DTensor(torch.Tensor):
         options = (shape, stride, grad_placements, shard_order)
         if not run_check and options == (None,) * 4 and not local_tensor.requires_grad:
             return _of_equal_parts(local_tensor, mesh, given)
+        if run_check:
+            autograd.agree_on_local(local_tensor, mesh, given, *options)
         ndim = local_tensor.ndim
         layout = Layout(mesh, normalize_placements(given, ndim, "from_local"), shard_order)
         layout.check_ndim(ndim, local_tensor.shape)

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from longmesh.attention import AttentionPlan, ContextParallel, PackedDocuments, masks
-from longmesh.attention.engine.agree import agree
 from longmesh.comm import collectives, comm_of
+from longmesh.comm.agree import agree
 from longmesh.errors import LongmeshError
 from longmesh.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from longmesh.tensor import DTensor

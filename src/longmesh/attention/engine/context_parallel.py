@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.attention.engine.agree import agree
 from longmesh.attention.engine.check import Gathered, Signature, check_call, check_tokens, signature_of
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.execute.driver import Task
@@ -42,6 +41,7 @@ from longmesh.attention.plan.adapt import adapt_plan
 from longmesh.attention.plan.api import plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.comm import AxisGroup, comm_of
+from longmesh.comm.agree import agree
 from longmesh.errors import LongmeshError
 
 Checked = TypeVar("Checked", Gathered, Signature)

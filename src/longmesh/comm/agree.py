@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from longmesh.comm import AxisGroup, collectives
+from longmesh.comm import collectives
+from longmesh.comm.groups import AxisGroup
 from longmesh.errors import LongmeshError
 
 _TEXT_BYTES = 1024
@@ -68,5 +69,5 @@ def _describe(what: str, texts: list[tuple[bool, str]], group: AxisGroup) -> str
     other = next(i for i, (_, text) in enumerate(texts) if text != first)
     return (
         f"{what}: the ranks are called differently: rank {group.global_ranks[0]} with {first}, "
-        f"rank {group.global_ranks[other]} with {texts[other][1]}; every rank must pass the same but for its tokens"
+        f"rank {group.global_ranks[other]} with {texts[other][1]}; every rank must pass the same but for its own part"
     )

@@ -1,0 +1,79 @@
+"""Ranks that are called differently: every rank raises the same, and the ranks can go on afterwards."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longmesh import DTensor, Partial, Replicate, Shard, distribute_tensor
+from longmesh.errors import LongmeshError
+from longmesh.testing import cpu_mesh
+
+DISTRIBUTE = {
+    "placements": lambda r: (torch.zeros(4, 2), [Shard(r)], {}),
+    "shape": lambda r: (torch.zeros(4 + r), [Shard(0)], {}),
+    "dims": lambda r: (torch.zeros((3,) * (1 + r)), [Shard(0)], {}),
+    "dtype": lambda r: (torch.zeros(4, dtype=[torch.float32, torch.int32][r]), [Shard(0)], {}),
+    "requires_grad": lambda r: (torch.zeros(4, requires_grad=bool(r)), [Shard(0)], {}),
+    "source": lambda r: (torch.zeros(4), [Shard(0)], {"src_data_rank": r}),
+    "one is wrong": lambda r: (torch.zeros(4), [Shard(5 * r)], {}),
+    "one has no such rank": lambda r: (torch.zeros(4), [Shard(0)], {"src_data_rank": 9 * r}),
+    "partial": lambda r: (torch.zeros(4), [Partial(["sum", "max"][r])], {}),
+}
+FROM_LOCAL = {
+    "dtype": lambda r: (torch.zeros(3, dtype=[torch.float32, torch.float64][r]), [Shard(0)], {}),
+    "requires_grad": lambda r: (torch.zeros(3, requires_grad=bool(r)), [Shard(0)], {}),
+    "size of a partial": lambda r: (torch.zeros(6 - 2 * r), [Partial()], {}),
+    "size of a replica": lambda r: (torch.zeros(6 - 2 * r), [Replicate()], {}),
+    "size of a shard": lambda r: (torch.zeros(3 + r), [Shard(0)], {}),
+    "sizes that don't fit the shape": lambda r: (torch.zeros(2), [Shard(0)], {"shape": (5,)}),
+    "another dim": lambda r: (torch.zeros(3, 2 + r), [Shard(0)], {"shape": (6, 2)}),
+    "dims": lambda r: (torch.zeros((3,) * (1 + r)), [Shard(0)], {}),
+    "placements": lambda r: (torch.zeros(3), [[Shard(0), Replicate()][r]], {}),
+    "shape": lambda r: (torch.zeros(3), [Shard(0)], {"shape": (6 + r,)}),
+}
+
+
+def raised_by(call, case):
+    mesh = cpu_mesh(2)
+    tensor, placements, options = case(dist.get_rank())
+    with pytest.raises(LongmeshError) as raised:
+        call(tensor, mesh, placements, **options)
+    assert isinstance(raised.value, ValueError)
+    whole = distribute_tensor(
+        torch.arange(5.0), mesh, [Shard(0)]
+    ).full_tensor()  # the ranks are still in step
+    return str(raised.value), whole.tolist() == [0, 1, 2, 3, 4]
+
+
+def distributed(name):
+    return raised_by(distribute_tensor, DISTRIBUTE[name])
+
+
+def checked(name):
+    return raised_by(
+        lambda *args, **options: DTensor.from_local(*args, run_check=True, **options), FROM_LOCAL[name]
+    )
+
+
+@pytest.mark.parametrize("name", DISTRIBUTE)
+def test_distribute_tensor(pool, name):
+    (first, first_goes_on), (second, second_goes_on) = pool.run(distributed, name, ranks=2)
+    assert first_goes_on and second_goes_on
+    assert first == second or "so no rank goes on" in first
+    assert "rank 1" in first
+
+
+@pytest.mark.parametrize("name", FROM_LOCAL)
+def test_from_local_with_a_check(pool, name):
+    (first, first_goes_on), (second, second_goes_on) = pool.run(checked, name, ranks=2)
+    assert first_goes_on and second_goes_on
+    assert first == second
+    assert first.startswith("from_local(run_check=True): ")
+
+
+def test_texts(pool):
+    assert pool.run(distributed, "placements", ranks=2)[0][0] == (
+        "distribute_tensor: the ranks are called differently: rank 0 with Arguments(shape=(4, 2), dtype='float32', "
+        "layout='S(0)', src_data_rank=0, requires_grad=False), rank 1 with Arguments(shape=(4, 2), dtype='float32', "
+        "layout='S(1)', src_data_rank=0, requires_grad=False); every rank must pass the same but for its own part"
+    )
