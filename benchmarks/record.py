@@ -27,6 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 TABLES = (
     "attention",
+    "checkpoint",
     "dispatch",
     "kernel",
     "layout",

@@ -69,7 +69,7 @@ def test_a_run_that_fails_writes_nothing(record, tmp_path):
 
 
 def test_a_benchmark_that_is_not_there(record):
-    with pytest.raises(SystemExit, match="there are: attention, dispatch"):
+    with pytest.raises(SystemExit, match="there are: attention, checkpoint, dispatch"):
         record.main(["none"])
 
 
