@@ -81,7 +81,7 @@ class Link:
         took = y0 if num_bytes <= x0 else y0 + (num_bytes - x0) * (y1 - y0) / (x1 - x0)
         return took + self.peer_us * max(0, peers - 1)
 
-    def times_us(self, num_bytes: Array, peers: int = 1) -> Array:
+    def times_us(self, num_bytes: NDArray[Any], peers: int = 1) -> Array:
         """`time_us` of each of an array of sizes."""
         size, us = (np.array(column) for column in zip(*self.times, strict=True))
         beyond = np.maximum(num_bytes - size[-1], 0) * (us[-1] - us[-2]) / (size[-1] - size[-2])
@@ -142,6 +142,9 @@ class Rate:
 class Cluster:
     """Levels from the innermost to the outermost, rates of one rank, and what a kernel call costs by itself.
 
+    `overlap`: how much of a transfer hides behind computing at the same time: 1 where a network card works by itself, 0
+    where processes have no core left for it.
+
     >>> fast = Link.of(latency_us=5.0, bytes_per_us=50_000.0)
     >>> slow = Link.of(latency_us=50.0, bytes_per_us=100.0)
     >>> levels = Level("device", 1, fast), Level("node", 4, fast), Level("pod", None, slow)
@@ -158,6 +161,7 @@ class Cluster:
     rates: tuple[Rate, ...]
     call_us: float = 0.0
     measured: bool = False
+    overlap: float = 1.0
 
     def __post_init__(self) -> None:
         sizes = [math.inf if level.ranks is None else level.ranks for level in self.levels]
@@ -171,15 +175,22 @@ class Cluster:
             raise LongmeshError(
                 f"Cluster {self.name!r}: rates has no Rate('attention', ...), which plans of attention need"
             )
-        object.__setattr__(
-            self, "_hash", hash((self.name, self.levels, self.rates, self.call_us, self.measured))
-        )
+        if self.call_us < 0 or not 0 <= self.overlap <= 1:
+            raise LongmeshError(
+                f"Cluster {self.name!r}: call_us={self.call_us} must be at least 0, overlap={self.overlap} from 0 to 1"
+            )
+        object.__setattr__(self, "_hash", hash(self.fields))
+
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """What the cluster is made of, in order."""
+        return self.name, self.levels, self.rates, self.call_us, self.measured, self.overlap
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]  # hashed once: plans are looked up by it
 
     def __reduce__(self):  # a string's hash differs from process to process
-        return Cluster, (self.name, self.levels, self.rates, self.call_us, self.measured)
+        return Cluster, self.fields
 
     def __str__(self) -> str:
         return self.name if self.measured else f"{self.name} (typical figures, not measured)"
@@ -221,7 +232,9 @@ class Cluster:
                 levels.append(replace(level, ranks=ranks))
         return replace(self, levels=tuple(levels))
 
-    def flops_per_us(self, op: RateOp, dtype: str, tile: Array | float, kind: TileKind = "full") -> Array:
+    def flops_per_us(
+        self, op: RateOp, dtype: str, tile: NDArray[Any] | float, kind: TileKind = "full"
+    ) -> Array:
         """The rates at sizes of tiles, interpolated over their logarithm. A dtype or kind without figures of its own
         has those of the first that has."""
         found = [rate for rate in self.rates if rate.op == op] or list(self.rates)
@@ -241,7 +254,7 @@ class Cluster:
             data = json.loads(Path(path).read_text())
             levels = tuple(_level(entry) for entry in data["levels"])
             rates = tuple(Rate(**entry) for entry in data["rates"])
-            return Cluster(data["name"], levels, rates, data["call_us"], data["measured"])
+            return Cluster(data["name"], levels, rates, data["call_us"], data["measured"], data["overlap"])
         except (KeyError, TypeError, ValueError) as error:
             raise LongmeshError(
                 f"{path} is not a cluster file ({type(error).__name__}: {error}); "

@@ -11,14 +11,14 @@ from longmesh.plan.cluster import Cluster, Level, Link, Rate
 
 
 def _rates(flops_per_us: float, dtypes: tuple[str, ...], small: float) -> tuple[Rate, ...]:
-    """Attention at half of a matrix product's rate, backward at two thirds of that; tiles of 64 at `small` of it."""
+    """Attention at half of a matrix product's rate, backward at four fifths of that; tiles of 64 at `small` of it."""
     found: list[Rate] = []
     for dtype in dtypes:
         for tile, part in ((64, small), (512, 1.0)):
             found += [
                 Rate("matmul", dtype, tile, flops_per_us * part),
                 Rate("attention", dtype, tile, flops_per_us * part / 2),
-                Rate("attention_backward", dtype, tile, flops_per_us * part / 3),
+                Rate("attention_backward", dtype, tile, flops_per_us * part * 0.4),
             ]
     return tuple(found)
 
@@ -30,7 +30,9 @@ def _gpus(name: str, *, node: float, pod: float, memory: float, flops_per_us: fl
         Level("node", 8, Link.of(latency_us=15.0, bytes_per_us=node, peer_us=1.0)),
         Level("pod", None, Link.of(latency_us=30.0, bytes_per_us=pod, peer_us=2.0)),
     )
-    return Cluster(name, levels, _rates(flops_per_us, ("bfloat16", "float16"), 0.25), call_us=10.0)
+    return Cluster(
+        name, levels, _rates(flops_per_us, ("bfloat16", "float16"), 0.25), call_us=10.0, overlap=0.9
+    )
 
 
 _cpu_link = Link.of(latency_us=50.0, bytes_per_us=2_000.0, peer_us=20.0)
@@ -40,6 +42,7 @@ CLUSTERS: dict[str, Cluster] = {
         (Level("device", 1, Link.of(latency_us=5.0, bytes_per_us=8_000.0)), Level("node", None, _cpu_link)),
         _rates(100_000.0, ("float32",), 0.8),
         call_us=50.0,
+        overlap=0.5,
     ),
     "a100": _gpus("a100", node=200_000.0, pod=20_000.0, memory=600_000.0, flops_per_us=250_000_000.0),
     "h100": _gpus("h100", node=350_000.0, pod=40_000.0, memory=1_200_000.0, flops_per_us=700_000_000.0),

@@ -92,8 +92,8 @@ def test_fragments_are_those_of_the_definition(made):
 @settings(max_examples=150)
 def test_one_ranks_tiles_are_those_of_all_ranks(made):
     s, seen = made
-    every = s.all_tiles()
-    one_by_one = [s.tiles(rank) for rank in range(s.ownership.num_ranks)]
+    every = s.all_tiles
+    one_by_one = [s.tiles_alone(rank) for rank in range(s.ownership.num_ranks)]
     assert np.concatenate(one_by_one).tolist() == every.tolist()
     assert int(area(every).sum()) == int(seen.sum())
     assert every[:, tile.STAGE].max(initial=0) < s.num_stages

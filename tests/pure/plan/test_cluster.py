@@ -103,6 +103,7 @@ def test_only_a_measured_cluster_does_not_say_that_it_is_not():
             "the first must have 1",
         ),
         (lambda: Cluster("x", hosts(4).levels, ()), "which plans of attention need"),
+        (lambda: dataclasses.replace(hosts(4), overlap=2.0), "overlap=2.0 from 0 to 1"),
         (lambda: named_cluster("tpu"), "cluster='tpu' is not known; use one of cpu, a100, h100"),
     ],
 )

@@ -43,6 +43,8 @@ from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.comm import AxisGroup, comm_of
 from longmesh.comm.agree import agree
 from longmesh.errors import LongmeshError
+from longmesh.plan.cluster import Cluster
+from longmesh.plan.named_clusters import cluster_of
 
 Checked = TypeVar("Checked", Gathered, Signature)
 
@@ -61,7 +63,8 @@ class Heads:
 class ContextParallel:
     """Made by every rank of the mesh with the same arguments. Making it communicates nothing.
 
-    Without a mesh the sequence is whole in this process: the same masks and kernels, and no process group.
+    Without a mesh the sequence is whole in this process: the same masks and kernels, and no process group. `cluster` is
+    the machine that plans are made for, one for all ranks: a `Cluster` that was measured, or the name of a typical one.
 
     >>> cp = ContextParallel(mesh, seq_len=10, mask=masks.causal(), num_heads=2, head_dim=8)
     >>> _ = torch.manual_seed(0)
@@ -85,6 +88,7 @@ class ContextParallel:
         num_kv_heads: int | None = None,
         head_dim: int = 64,
         dtype: torch.dtype = torch.float32,
+        cluster: Cluster | str | None = None,
     ) -> None:
         if mesh is not None and mesh.ndim > 2:
             raise LongmeshError(
@@ -106,7 +110,12 @@ class ContextParallel:
         self._name = register_caller(self)
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         self.plan: AttentionPlan = plan_attention(
-            ranks=self._ranks, layout=layout, dtype_bytes=dtype.itemsize, **self._options, **heads
+            ranks=self._ranks,
+            layout=layout,
+            dtype_bytes=dtype.itemsize,
+            cluster=_cluster_on(mesh, cluster),
+            **self._options,
+            **heads,
         )
 
     # -- the layout ------------------------------------------------------------------------------
@@ -332,3 +341,10 @@ class ContextParallel:
         if self._choice is not None:
             kernel = f"{self._choice.kernel.name} ({self._choice.reason})"
         return f"{plan.explain()}\n  kernel: {kernel}"
+
+
+def _cluster_on(mesh: DeviceMesh | None, cluster: Cluster | str | None) -> Cluster:
+    """The cluster as the ranks of a mesh see it: they may be some ranks apart."""
+    found = cluster_of(cluster, "cpu" if mesh is None else mesh.device_type)
+    ranks = [0] if mesh is None else mesh.mesh.flatten().tolist()
+    return found if len(ranks) == 1 else found.every(max(1, ranks[1] - ranks[0]))

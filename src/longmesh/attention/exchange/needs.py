@@ -73,26 +73,26 @@ class Needs:
         rank, start, stop = self.remote
         return np.bincount(rank, weights=stop - start, minlength=self.owned.num_ranks).astype(np.int64)
 
+    @functools.cache  # noqa: B019 (needs live as long as their plan)
+    def dealt(self, count: int) -> Stretches:
+        """What each rank needs of others, dealt evenly and in order to stages 1 to `count`."""
+        rank, start, stop = self.remote
+        total, size = self.remote_tokens, stop - start
+        before = offsets_within(rank, size)
+        parts: list[Array] = []
+        for part in range(count):
+            low, high = (total * part // count)[rank], (total * (part + 1) // count)[rank]
+            first, last = np.clip(low - before, 0, size), np.clip(high - before, 0, size)
+            columns = rank, np.full_like(rank, part + 1), start + first, start + last, before + first - low
+            parts.append(np.stack(columns)[:, first < last])
+        found = np.concatenate(parts, axis=1)
+        return Stretches(*found[:, np.lexsort((found[4], found[1], found[0]))])
+
+    @functools.cache  # noqa: B019
     def everything(self) -> "Needs":
         """Every key for every rank, if any rank needs one of another; else nothing."""
         ranks = np.arange(self.owned.num_ranks if self.remote_tokens.any() else 0)
         return Needs(self.owned, ranks, np.zeros_like(ranks), np.full_like(ranks, self.owned.seq_len))
-
-
-def deal(needs: Needs, count: int) -> Stretches:
-    """What each rank needs of others, dealt evenly and in order to stages 1 to `count`."""
-    rank, start, stop = needs.remote
-    total, size = needs.remote_tokens, stop - start
-    before = offsets_within(rank, size)
-    parts: list[Array] = []
-    for part in range(count):
-        low, high = (total * part // count)[rank], (total * (part + 1) // count)[rank]
-        first, last = np.clip(low - before, 0, size), np.clip(high - before, 0, size)
-        some = first < last
-        columns = rank, np.full_like(rank, part + 1), start + first, start + last, before + first - low
-        parts.append(np.stack(columns)[:, some])
-    found = np.concatenate(parts, axis=1)
-    return Stretches(*found[:, np.lexsort((found[4], found[1], found[0]))])
 
 
 def received(stretches: Stretches, rank: int, owned: Ownership) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 
 from longmesh.attention.exchange import needs as stretches_of
 from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.exchange.needs import Needs, Stretches, deal
+from longmesh.attention.exchange.needs import Needs, Stretches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Sparse(Exchange):
         return min(self.stages_at_most, max(1, most // self.min_tokens)) if most else 0
 
     def stretches(self, needs: Needs) -> Stretches:
-        return deal(needs, max(1, self.last_stage(needs)))
+        return needs.dealt(max(1, self.last_stage(needs)))
 
     def received(self, needs: Needs, rank: int) -> np.ndarray:
         return stretches_of.received(self.stretches(needs), rank, needs.owned)

@@ -34,7 +34,14 @@ def adapt_plan(
         "dtype_bytes": dtype_bytes,
     }
     fresh = plan_attention(
-        seq_len=seq_len, ranks=ranks, mask=mask, layout=plan.layout, exchange=exchange, chunk=chunk, **heads
+        seq_len=seq_len,
+        ranks=ranks,
+        mask=mask,
+        layout=plan.layout,
+        exchange=exchange,
+        chunk=chunk,
+        cluster=plan.cluster,
+        **heads,
     )
     pairs = zip(plan.rows, fresh.rows, strict=True)
     if all(_cut(old) == _cut(new) for old, new in pairs):
@@ -49,7 +56,7 @@ def adapt_plan(
             slices = stride_slices(slices, grouped.stride, plan.seq_len)
         schedule = make_schedule(slices, grouped, plan.exchange)
         rows.append(RowPlan(row.ownership, schedule, row.inner, shares))
-    return dataclasses.replace(plan, rows=tuple(rows), **heads)
+    return dataclasses.replace(plan, rows=tuple(rows), passed_over=(), **heads)
 
 
 def _cut(row: RowPlan) -> tuple:

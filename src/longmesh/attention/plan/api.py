@@ -24,9 +24,12 @@ from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import stride_slices
 from longmesh.attention.mask.whole_number import whole_number
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
-from longmesh.attention.plan.cost import cost_us
 from longmesh.attention.plan.schedule import make_schedule
 from longmesh.errors import LongmeshError
+from longmesh.plan.cluster import Cluster
+from longmesh.plan.named_clusters import cluster_of
+
+AS_FAST = 1.01  # times the best: predictions are no better than this, and ranks must not differ by a rounding
 
 
 def plan_attention(
@@ -41,15 +44,17 @@ def plan_attention(
     num_kv_heads: int | None = None,
     head_dim: int = 64,
     dtype_bytes: int = 4,
+    cluster: Cluster | str | None = None,
 ) -> AttentionPlan:
     """Decide who owns, computes and sends what, for every rank.
 
     `ranks` is a number, or (inner, outer): groups of `inner` ranks that split heads, `outer` of them.
-    The same arguments give the same plan, bit for bit, on every rank; it is cached.
+    `cluster` is the machine that `auto` chooses for: a `Cluster`, or the name of one. The same arguments give the same
+    plan, bit for bit, on every rank; it is cached.
 
     >>> plan = plan_attention(seq_len=16384, ranks=8, mask=masks.documents([9000, 300, 7084]))
     >>> print(plan.layout, plan.exchange, [stats.tokens for stats in plan.stats()])
-    Solve Sparse [2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048]
+    Solve Ulysses [2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048]
     """
     inner, outer = _mesh(ranks)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -67,6 +72,7 @@ def plan_attention(
         mask=causal() if mask is None else _checked_mask(mask).current(),
         layout=layout_of(layout),
         exchange=exchange_of(exchange),
+        cluster=cluster_of(cluster),
         **_checked_counts(counts),
     )
     return _choose(request)
@@ -87,6 +93,7 @@ class Request:
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
+    cluster: Cluster
 
 
 def _mesh(ranks: int | Sequence[int]) -> tuple[int, int]:
@@ -169,14 +176,19 @@ def _choose(request: Request) -> AttentionPlan:
         if request.num_heads < request.inner * request.outer:
             exchanges = exchanges[:2]  # some ranks would have no head
     # The layout is chosen under the first exchange, then the exchange for that layout.
-    first = _cheapest([dataclasses.replace(request, layout=x, exchange=exchanges[0]) for x in layouts])
-    return _plan(_cheapest([dataclasses.replace(first, exchange=x) for x in exchanges]))
+    first = _by_time([dataclasses.replace(request, layout=x, exchange=exchanges[0]) for x in layouts])
+    best, *slower = _by_time([dataclasses.replace(first[0], exchange=x) for x in exchanges])
+    return dataclasses.replace(_plan(best), passed_over=tuple(map(_plan, (*first[1:], *slower))))
 
 
-def _cheapest(requests: list[Request]) -> Request:
+def _by_time(requests: list[Request]) -> list[Request]:
+    """The fastest first; of those that are as good as equal, the first."""
     if len(requests) == 1:
-        return requests[0]
-    return min(requests, key=lambda request: cost_us(_plan(request)))
+        return requests
+    times = [_plan(request).predict().total_us for request in requests]
+    best = next(i for i, us in enumerate(times) if us <= min(times) * AS_FAST)
+    order = sorted(range(len(times)), key=lambda i: (i != best, times[i]))
+    return [requests[i] for i in order]
 
 
 @functools.lru_cache(maxsize=256)
@@ -203,6 +215,7 @@ def _plan(request: Request) -> AttentionPlan:
         num_kv_heads=request.num_kv_heads,
         head_dim=request.head_dim,
         dtype_bytes=request.dtype_bytes,
+        cluster=request.cluster,
         rows=tuple(rows),
     )
 

@@ -36,8 +36,10 @@ from longmesh.attention.mask.slices import COLUMNS, EW
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.intervals import spans
 from longmesh.attention.plan.schedule import Schedule
+from longmesh.plan.cluster import Cluster
 
 if TYPE_CHECKING:
+    from longmesh.attention.plan.predict import Prediction
     from longmesh.attention.plan.stats import RankStats
 
 
@@ -244,7 +246,9 @@ class AttentionPlan:
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
+    cluster: Cluster
     rows: tuple[RowPlan, ...]
+    passed_over: "tuple[AttentionPlan, ...]" = ()  # what was compared with this plan, and found slower
 
     @property
     def num_ranks(self) -> int:
@@ -254,7 +258,7 @@ class AttentionPlan:
     @functools.cached_property
     def digest(self) -> str:
         """The same for the same plan in every process: who owns, computes and sends what."""
-        said = (self.seq_len, self.inner, self.outer, self.exchange)
+        said = (self.seq_len, self.inner, self.outer, self.exchange, self.cluster)
         found = hashlib.blake2b(repr(said).encode(), digest_size=8)
         for row in self.rows:
             found.update(repr((row.ownership.stride, row.shares)).encode())
@@ -267,6 +271,12 @@ class AttentionPlan:
         from longmesh.attention.plan.stats import rank_stats
 
         return rank_stats(self)
+
+    def predict(self) -> "Prediction":
+        """How long a call takes on the plan's cluster, forward and backward, for a batch of one."""
+        from longmesh.attention.plan.predict import predict
+
+        return predict(self)
 
     def explain(self) -> str:
         """The plan in words: who computes what, what travels when, balance, bytes, memory."""

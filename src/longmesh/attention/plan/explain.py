@@ -26,7 +26,9 @@ def explain(plan: AttentionPlan) -> str:
     sent = human_bytes(sum(s.received_bytes for s in stats))
     ratio = 100 * received / max(ring, 1)
     heads = f"{plan.num_heads} heads, {plan.num_kv_heads} key heads of {plan.head_dim}"
-    shape = f"{plan.num_ranks} ranks" if plan.inner == 1 else f"{plan.outer} groups of {plan.inner} ranks"
+    shape = _count(plan.num_ranks, "rank")
+    if plan.inner > 1:
+        shape = f"{_count(plan.outer, 'group')} of {plan.inner} ranks"
     shares = plan.rows[0].shares
     groups = len(shares[0].groups) if shares else 1
     lines = [
@@ -34,6 +36,7 @@ def explain(plan: AttentionPlan) -> str:
         f"  layout {plan.layout}, exchange {plan.exchange}"
         + (f", {groups} groups of heads: one travels while another is computed" if groups > 1 else ""),
         f"  {heads}, {plan.dtype_bytes} bytes an element",
+        *_time_lines(plan),
         f"  balance: busiest rank {areas.max() / mean:.3f} of the mean area, {areas.sum():.0f} pairs in all",
         f"  traffic: {sent} received in all, {ratio:.1f}% of a full ring's keys and values",
         "  rank   tokens         area  of mean   received       sent  peak KV  calls",
@@ -51,11 +54,47 @@ def explain(plan: AttentionPlan) -> str:
     return "\n".join(lines)
 
 
+def _time_lines(plan: AttentionPlan) -> list[str]:
+    """What is predicted, and why not otherwise."""
+    chosen = plan.predict()
+    forward, backward = chosen
+    times = [f"{human_us(p.total_us)} ({human_us(p.compute_us)} computing)" for p in (forward, backward)]
+    lines = [f"  predicted on {plan.cluster}, batch of 1: forward {times[0]}, backward {times[1]}"]
+    for other in plan.passed_over:
+        name = f"layout {other.layout}" if other.layout != plan.layout else f"exchange {other.exchange}"
+        ratio = other.predict().total_us / max(chosen.total_us, 1e-9)
+        lines.append(f"  {name} would take {ratio:.2f}x: {_why_slower(plan, other)}")
+    return lines
+
+
+def _why_slower(plan: AttentionPlan, other: AttentionPlan) -> str:
+    ours, theirs = (
+        tuple(sum(part) for part in zip(*p.predict(), strict=True)) for p in (plan, other)
+    )  # (total, compute) of both passes
+    waits = [total - compute for total, compute in (ours, theirs)]
+    if theirs[0] <= ours[0] * 1.01:
+        return "as fast, and second choice"
+    if theirs[1] - ours[1] >= waits[1] - waits[0]:
+        return f"its slowest rank computes {human_us(theirs[1])} instead of {human_us(ours[1])}, both passes together"
+    return f"it waits and copies {human_us(waits[1])} instead of {human_us(waits[0])}, both passes together"
+
+
+def human_us(us: float) -> str:
+    """1536.0 -> '1.5 ms'."""
+    if us < 1000:
+        return f"{us:.0f} us"
+    return f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _stage_lines(row: RowPlan) -> list[str]:
     """For each stage and group: what arrives and which blocks run."""
     s = row.schedule
     who = "rank" if row.inner == 1 else "group"
-    tiles, kept = s.all_tiles(), s.all_stretches
+    tiles, kept = s.all_tiles, s.all_stretches
     pairs = area(tiles)
     lines: list[str] = []
     for stage in range(s.num_stages):
@@ -72,10 +111,9 @@ def _stage_lines(row: RowPlan) -> list[str]:
             mine = (tiles[:, tile.RANK] == rank) & (tiles[:, tile.STAGE] == stage)
             tokens = int((kept.stop - kept.start)[arrived].sum())
             if tokens or mine.any():
-                arrives = f"{tokens} keys arrive, " if tokens else ""
-                lines.append(
-                    f"    {who} {rank}: {arrives}{int(mine.sum())} blocks of {int(pairs[mine].sum())} pairs"
-                )
+                arrives = f"{_count(tokens, 'key')} arrive{'s' * (tokens == 1)}, " if tokens else ""
+                work = f"{_count(int(mine.sum()), 'block')}, {_count(int(pairs[mine].sum()), 'pair')}"
+                lines.append(f"    {who} {rank}: {arrives}{work}")
     moved = int((s.queries[:, STOP] - s.queries[:, START]).sum())
     if moved:
         lines.append(f"  {moved} queries are computed away from home; their results come back and are merged")

@@ -45,6 +45,8 @@ WHO = COLUMNS
 _Q_BY, _FAR = COLUMNS + 1, COLUMNS + 2
 # The stage of a tile that waits for queries of others and works on the rank's own keys, until it has its number.
 _LATER = -1
+# Ranks, up to which the tiles of all are made in about the time of one rank's.
+FEW = 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,18 +99,25 @@ class Schedule:
         """The fragments of queries that a rank computes for others."""
         return self.queries[self.queries[:, RANK] == rank]
 
+    @functools.cache  # noqa: B019
     def tiles(self, rank: int) -> Array:
         """The blocks of one rank, by stage, in rows of its buffers."""
+        if self.ownership.num_ranks > FEW:
+            return self.tiles_alone(rank)
+        low, high = np.searchsorted(self.all_tiles[:, tile.RANK], (rank, rank + 1))
+        return self.all_tiles[low:high]
+
+    def tiles_alone(self, rank: int) -> Array:
+        """The blocks of one rank, found without those of others."""
         low, high = np.searchsorted(self.rows[:, WHO], (rank, rank + 1))
         keys = join_fragments(self.received(rank))
-        return self._numbered(
-            make_tiles(self.rows[low:high], keys, self.queries_of(rank), self.ownership.pieces_of(rank))
-        )
+        pieces = self.ownership.pieces_of(rank)
+        return self._numbered(make_tiles(self.rows[low:high], keys, self.queries_of(rank), pieces))
 
+    @functools.cached_property
     def all_tiles(self) -> Array:
         """The blocks of every rank."""
-        keys = self.all_stretches
-        return self._numbered(make_tiles(self.rows, keys, self.queries, self.ownership.table))
+        return self._numbered(make_tiles(self.rows, self.all_stretches, self.queries, self.ownership.table))
 
     @functools.cached_property
     def all_stretches(self) -> Stretches:

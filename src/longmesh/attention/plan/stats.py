@@ -61,7 +61,7 @@ def rank_stats(plan: AttentionPlan) -> tuple[RankStats, ...]:
 
 def _row_figures(plan: AttentionPlan, row: RowPlan) -> np.ndarray:
     """Columns tokens, area, sent, received, peak, calls; a row for each rank."""
-    tiles, groups = row.schedule.all_tiles(), plan.outer
+    tiles, groups = row.schedule.all_tiles, plan.outer
     pairs = np.bincount(tiles[:, tile.RANK], weights=area(tiles), minlength=groups)
     calls = np.bincount(tiles[:, tile.RANK], minlength=groups)
     arrives, leaves = traffic(row)
@@ -77,8 +77,9 @@ def _row_figures(plan: AttentionPlan, row: RowPlan) -> np.ndarray:
         received = arrives[group] @ (key, query, result)
         sent = leaves[group] @ (key, query, result)
         if row.shares:
-            swapped_in, swapped_out = _all_to_all_bytes(plan, row, rank)
-            received, sent = received + swapped_in, sent + swapped_out
+            swapped = swapped_elements(plan, row, rank)
+            received += (swapped.qkv_in + swapped.output_back) * plan.dtype_bytes
+            sent += (swapped.qkv_back + swapped.output_in) * plan.dtype_bytes
         own = row.schedule.ownership.counts[group] * mine.kv_heads
         out[rank] = (
             row.ownership.counts[rank],
@@ -139,16 +140,30 @@ def heads_of(plan: AttentionPlan, row: RowPlan, rank: int) -> RankHeads:
     return RankHeads(share.q_stop - share.q_start, share.kv_stop - share.kv_start, by_group, len(share.parts))
 
 
-def _all_to_all_bytes(plan: AttentionPlan, row: RowPlan, rank: int) -> tuple[int, int]:
-    """Received and sent when shards of the sequence become shards of heads, and the output goes back."""
-    element = plan.head_dim * plan.dtype_bytes
-    group = rank // plan.inner * plan.inner
+class Swapped(NamedTuple):
+    """Elements that one rank receives when shards of the sequence become shards of heads, and results go back.
+
+    `qkv_in` and `output_in`: of its own heads, of others' tokens. `output_back` and `qkv_back`: of others' heads, of
+    its own tokens.
+    """
+
+    qkv_in: int
+    output_in: int
+    output_back: int
+    qkv_back: int
+
+
+def swapped_elements(plan: AttentionPlan, row: RowPlan, rank: int) -> Swapped:
+    """What the all-to-alls of split heads bring to a rank."""
+    first = rank // plan.inner * plan.inner
     tokens, mine = row.ownership.counts, heads_of(plan, row, rank)
-    received = sent = 0
-    for peer in range(group, group + plan.inner):
-        if peer == rank:
-            continue
-        theirs = heads_of(plan, row, peer)
-        received += tokens[peer] * (mine.heads + 2 * mine.kv_heads) + tokens[rank] * theirs.heads
-        sent += tokens[rank] * (theirs.heads + 2 * theirs.kv_heads) + tokens[peer] * mine.heads
-    return received * element, sent * element
+    peers = [peer for peer in range(first, first + plan.inner) if peer != rank]
+    theirs = [heads_of(plan, row, peer) for peer in peers]
+    others = sum(tokens[peer] for peer in peers) * plan.head_dim
+    own = tokens[rank] * plan.head_dim
+    return Swapped(
+        qkv_in=others * (mine.heads + 2 * mine.kv_heads),
+        output_in=others * mine.heads,
+        output_back=own * sum(heads.heads for heads in theirs),
+        qkv_back=own * sum(heads.heads + 2 * heads.kv_heads for heads in theirs),
+    )

@@ -1,0 +1,205 @@
+"""How long a plan takes on its cluster, forward and backward: what `auto` compares and `explain()` shows.
+
+    compute   | stage 0 | stage 1    | stage 2 |      a stage takes the longer of computing it and bringing the next;
+    transfer  | stage 1   | stage 2 |                 `Cluster.overlap` says how much of the shorter one really hides
+
+Backward is the same walk with its own rates; keys come again, and the gradients of a stage go home in fp32 while the
+next is computed. Heads that are split are swapped group by group around that.
+
+A call takes as long as its slowest rank. On more than MANY ranks only some are looked at: the one with the most pairs,
+the one that receives most, and others at equal distances.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from longmesh.attention.exchange.fragment import OWNER, RANK, STAGE, START, STOP
+from longmesh.attention.mask.block import UNBOUNDED
+from longmesh.attention.mask.slices import HI, K0, K1, LO, Q0, Q1, area
+from longmesh.attention.plan import merge_tiles as tile
+from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
+from longmesh.attention.plan.schedule import WHO, Schedule
+from longmesh.attention.plan.stats import heads_of, swapped_elements
+from longmesh.plan.cluster import RateOp, TileKind
+
+Array = np.ndarray
+MANY = 32  # ranks, up to which every one is looked at
+SOME = 8  # of those at equal distances, where there are more
+DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+FLOPS: dict[RateOp, int] = {"attention": 4, "attention_backward": 10}  # a pair and element of the head dim
+WIDE_BYTES = 4  # partial results and gradients travel in fp32
+
+
+class Times(NamedTuple):
+    """Microseconds of a pass on its slowest rank, and those that the busiest rank computes; the rest is waiting and
+    packing."""
+
+    total_us: float
+    compute_us: float
+
+
+class Prediction(NamedTuple):
+    """Predicted times of one call with a batch of one."""
+
+    forward: Times
+    backward: Times
+
+    @property
+    def total_us(self) -> float:
+        return self.forward.total_us + self.backward.total_us
+
+
+@functools.lru_cache(maxsize=512)
+def predict(plan: AttentionPlan) -> Prediction:
+    """The times of the slowest rank, summed over the batch rows of the plan."""
+    passes = [[_slowest(plan, row, op) for row in plan.rows] for op in FLOPS]
+    forward, backward = (Times(*map(sum, zip(*rows, strict=True))) for rows in passes)
+    return Prediction(forward, backward)
+
+
+def _slowest(plan: AttentionPlan, row: RowPlan, op: RateOp) -> Times:
+    groups = ranks_to_look_at(row.schedule)
+    totals, computes = zip(*(_rank_times(plan, row, op, group) for group in groups), strict=True)
+    return Times(max(totals), max(computes))
+
+
+def ranks_to_look_at(s: Schedule) -> list[int]:
+    """Every rank, or some of many: the same on every rank."""
+    n = s.ownership.num_ranks
+    if n <= MANY:
+        return list(range(n))
+    load = np.bincount(s.rows[:, WHO], weights=area(s.rows), minlength=n)
+    extremes = (int(load.argmax()), int(s.needs.remote_tokens.argmax()))
+    return sorted({*extremes, *(n * i // SOME for i in range(SOME)), n - 1})
+
+
+def _rank_times(plan: AttentionPlan, row: RowPlan, op: RateOp, group: int) -> Times:
+    """One group's time, that of its first member: they have about as many heads each."""
+    mine = heads_of(plan, row, group * plan.inner)
+    compute = compute_us(plan, row, op, group, mine.heads, mine.calls)
+    backward = op == "attention_backward"
+    waits = _key_transfers(plan, row, group, sum(mine.kv_heads_of_groups), backward)
+    total = _walk(compute, waits, plan.cluster.overlap)
+    total += _query_transfers(plan, row, group, mine.heads, backward)
+    if row.shares:
+        total = _with_swaps(plan, row, group * plan.inner, total, backward)
+    return Times(total, float(compute.sum()))
+
+
+def _walk(compute: Array, bring: Array, overlap: float) -> float:
+    """Stages, each computed while the next one's keys come (`bring[i]` arrives for stage i)."""
+    coming = np.append(bring[1:], 0.0)
+    return float((compute + coming - overlap * np.minimum(compute, coming)).sum())
+
+
+def compute_us(plan: AttentionPlan, row: RowPlan, op: RateOp, group: int, heads: int, calls: int) -> Array:
+    """By stage, the time of a group's kernels for `heads` heads; `calls`: kernel calls that each block takes."""
+    cluster, dtype = plan.cluster, DTYPES.get(plan.dtype_bytes, "float32")
+    tiles = row.schedule.tiles(group)
+    took = np.full(len(tiles), cluster.call_us * calls)
+    flops = FLOPS[op] * area(tiles) * heads * plan.head_dim
+    for kind, (which, size) in _kinds(tiles).items():
+        if which.any():
+            took[which] += flops[which] / cluster.flops_per_us(op, dtype, size[which], kind)
+    return np.bincount(tiles[:, tile.STAGE], weights=took, minlength=row.schedule.num_stages)
+
+
+def _kinds(tiles: Array) -> dict[TileKind, tuple[Array, Array]]:
+    """By kind, which tiles are of it, and the size that their rate goes by."""
+    low, high = tiles[:, LO] != -UNBOUNDED, tiles[:, HI] != UNBOUNDED
+    side = np.minimum(tiles[:, Q1] - tiles[:, Q0], tiles[:, K1] - tiles[:, K0]).astype(float)
+    width = np.where(low & high, tiles[:, HI].astype(float) - tiles[:, LO] + 1, side)
+    return {
+        "full": (~(low | high), side),
+        "causal": (low ^ high, side),
+        "window": (low & high, np.minimum(width, side)),
+    }
+
+
+def _key_transfers(plan: AttentionPlan, row: RowPlan, group: int, kv_heads: int, backward: bool) -> Array:
+    """By stage, the time in which its keys and values come, and in backward gradients of as many go home."""
+    s, cluster = row.schedule, plan.cluster
+    f = s.received(group)
+    element = 2 * kv_heads * plan.head_dim
+    rows = (f[:, STOP] - f[:, START]).astype(float)
+    took = np.zeros(s.num_stages)
+    way = "send" if s.relay else "all_to_all"
+    peers = 1 if s.relay else s.ownership.num_ranks - 1
+    sizes = [plan.dtype_bytes] + [WIDE_BYTES] * backward
+    for level, near in _by_level(plan, s, group, f[:, OWNER]):
+        arrived = np.bincount(f[near, STAGE], weights=rows[near], minlength=s.num_stages)
+        link = cluster.levels[level].link_of(way)
+        # Links of different levels carry at the same time.
+        parts = [link.times_us(arrived * element * size, peers) for size in sizes]
+        took = np.maximum(took, np.where(arrived > 0, sum(parts), 0.0))
+    arrived = np.bincount(f[:, STAGE], weights=rows, minlength=s.num_stages)
+    copied = sum(cluster.levels[0].link.times_us(2 * arrived * element * size) for size in sizes)
+    took = took + np.where(arrived > 0, copied, 0.0)
+    if s.last_stage:  # a collective of every rank, though this one receives nothing
+        least = cluster.levels[_outermost(plan, s)].link_of(way).time_us(0, peers) * len(sizes)
+        took[1 : s.last_stage + 1] = np.maximum(took[1 : s.last_stage + 1], least)
+    return took
+
+
+def _outermost(plan: AttentionPlan, s: Schedule) -> int:
+    """The level over which the whole group of owners talks."""
+    level = plan.cluster.level_of((s.ownership.num_ranks, plan.inner), (0,))
+    return plan.cluster.levels.index(level)
+
+
+def _by_level(plan: AttentionPlan, s: Schedule, group: int, owner: Array) -> list[tuple[int, Array]]:
+    """Which owners are reached over which level. A ring runs at the pace of its slowest link."""
+    outermost = _outermost(plan, s)
+    if s.relay or plan.cluster.is_uniform or outermost == 1:
+        return [(outermost, np.ones(len(owner), dtype=bool))]
+    found: list[tuple[int, Array]] = []
+    reached = np.zeros(len(owner), dtype=bool)
+    for number in range(1, outermost + 1):
+        ranks = plan.cluster.levels[number].ranks
+        near = np.ones(len(owner), dtype=bool)
+        if ranks is not None and number < outermost:
+            near = owner * plan.inner // ranks == group * plan.inner // ranks
+        found.append((number, near & ~reached))
+        reached |= near
+    return found
+
+
+def _query_transfers(plan: AttentionPlan, row: RowPlan, group: int, heads: int, backward: bool) -> float:
+    """Queries that are computed away from home: there with stage 1, their results back at the end."""
+    s = row.schedule
+    if not len(s.queries):
+        return 0.0
+    size = s.queries[:, STOP] - s.queries[:, START]
+    there, home = (float(size[s.queries[:, column] == group].sum()) for column in (RANK, OWNER))
+    element, wide = plan.head_dim * plan.dtype_bytes, (plan.head_dim + 1) * WIDE_BYTES
+    # Forward: queries go, results and their log-sum-exp come; backward: out, dout and lse go, dq comes.
+    going, coming = (2 * wide, plan.head_dim * WIDE_BYTES) if backward else (element, wide)
+    link = plan.cluster.levels[_outermost(plan, s)].link_of("all_to_all")
+    peers = s.ownership.num_ranks - 1
+    took = link.time_us(there * heads * going, peers) + link.time_us(home * heads * coming, peers)
+    copied = 2 * heads * (there * going + home * coming)
+    return took + plan.cluster.levels[0].link.time_us(copied)
+
+
+def _with_swaps(plan: AttentionPlan, row: RowPlan, rank: int, attend_us: float, backward: bool) -> float:
+    """With the all-to-alls of split heads: what a group of heads brings and takes overlaps with the others' attention.
+
+    What travels is packed and unpacked besides, which overlaps with nothing.
+    """
+    assert row.shares is not None, "heads are split"
+    groups = len(row.shares[0].groups)
+    cluster = plan.cluster
+    swapped = swapped_elements(plan, row, rank)
+    wide = max(plan.dtype_bytes, WIDE_BYTES)
+    # Forward: q, k and v come, the output goes back. Backward: its gradient comes, those of q, k and v go back.
+    coming = (swapped.output_in if backward else swapped.qkv_in) * plan.dtype_bytes
+    going = swapped.qkv_back * wide if backward else swapped.output_back * plan.dtype_bytes
+    link = cluster.level_of((plan.outer, plan.inner), (1,)).link_of("all_to_all")
+    each = [link.time_us(size / groups, plan.inner - 1) for size in (coming, going)]
+    packing = sum(cluster.levels[0].link.time_us(2 * size) for size in (coming, going))
+    hidden = cluster.overlap * min(attend_us, sum(each) * groups) * (groups - 1) / groups
+    return attend_us + sum(each) * groups + packing - hidden

@@ -1,0 +1,119 @@
+"""Predicted times: what they must obey whatever the machine, and choices that follow the machine."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from longmesh.attention import masks, plan_attention
+from longmesh.attention.layout.named import LAYOUTS
+from longmesh.attention.plan.predict import MANY, ranks_to_look_at
+from longmesh.plan import Cluster, Level, Link, Rate, named_cluster
+from tests.pure.attention.test_masks import any_mask
+
+
+def machine(
+    *, bytes_per_us: float, latency_us: float = 15.0, overlap: float = 0.9, name: str = "machine"
+) -> Cluster:
+    base = named_cluster("h100")
+    link = Link.of(latency_us=latency_us, bytes_per_us=bytes_per_us, peer_us=1.0)
+    return dataclasses.replace(
+        base, name=name, levels=(base.levels[0], Level("node", None, link)), overlap=overlap
+    )
+
+
+FAST, SLOW = machine(bytes_per_us=400_000.0), machine(bytes_per_us=1_000.0)
+MODEL = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype_bytes": 2}
+
+
+@pytest.mark.parametrize("mask", [masks.causal(), masks.documents([32768, 16384, 8192, 8192])])
+def test_clusters_that_differ_in_link_speed_choose_differently_and_each_better(mask):
+    plans = {c: plan_attention(seq_len=1 << 16, ranks=8, mask=mask, cluster=c, **MODEL) for c in (FAST, SLOW)}
+    chosen = {c: (plan.layout, plan.exchange) for c, plan in plans.items()}
+    assert chosen[FAST] != chosen[SLOW]
+    for mine, other in ((FAST, SLOW), (SLOW, FAST)):
+        layout, exchange = chosen[other]
+        theirs = plan_attention(
+            seq_len=1 << 16, ranks=8, mask=mask, layout=layout, exchange=exchange, cluster=mine, **MODEL
+        )
+        assert plans[mine].predict().total_us < theirs.predict().total_us
+        assert plans[mine].digest != theirs.digest
+
+
+def test_the_cluster_is_part_of_the_digest():
+    plans = [plan_attention(seq_len=64, ranks=2, exchange="ring", cluster=c) for c in (FAST, SLOW, "cpu")]
+    assert len({plan.digest for plan in plans}) == 3
+    assert plan_attention(seq_len=64, ranks=2, exchange="ring").digest == plans[2].digest
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_times_are_no_less_than_computing_and_fall_with_faster_links(data):
+    seq_len = data.draw(st.integers(1, 40))
+    request = {
+        "seq_len": seq_len,
+        "ranks": data.draw(st.sampled_from([1, 2, 3, 5, (2, 2), (3, 2)])),
+        "mask": data.draw(any_mask(seq_len)),
+        "layout": data.draw(st.sampled_from(sorted(set(LAYOUTS) - {"auto"}))),
+        "num_heads": 6,
+        "num_kv_heads": data.draw(st.sampled_from([1, 2, 6])),
+    }
+    names = ["hybrid"] if isinstance(request["ranks"], tuple) else ["ring", "sparse", "allgather", "ulysses"]
+    request["exchange"] = data.draw(st.sampled_from(names))
+    fast, slow = (plan_attention(cluster=c, **request).predict() for c in (FAST, SLOW))
+    for quick, long in zip(fast, slow, strict=True):
+        assert 0 <= quick.compute_us <= quick.total_us + 1e-6
+        assert quick.total_us <= long.total_us + 1e-6
+        assert quick.compute_us == long.compute_us
+    assert fast.backward.compute_us >= fast.forward.compute_us
+
+
+def test_what_stays_in_a_node_is_cheap():
+    """16 ranks, nodes of 4: a window's neighbours are mostly in the node; a causal mask's keys are not."""
+    quick, dear = (
+        Link.of(latency_us=5.0, bytes_per_us=300_000.0),
+        Link.of(latency_us=5.0, bytes_per_us=1000.0),
+    )
+    base = named_cluster("h100")
+    nodes = dataclasses.replace(
+        base, levels=(base.levels[0], Level("node", 4, quick), Level("pod", None, dear))
+    )
+    all_dear = dataclasses.replace(base, levels=(base.levels[0], Level("pod", None, dear)))
+    request = {"seq_len": 1 << 14, "ranks": 16, "layout": "contiguous", "exchange": "sparse"} | MODEL
+    inner = plan_attention(mask=masks.chunked(1 << 12), cluster=nodes, **request)  # a chunk is a node's
+    outer = plan_attention(mask=masks.chunked(1 << 12), cluster=all_dear, **request)
+    assert inner.predict().total_us < 0.2 * outer.predict().total_us
+    ring = [plan_attention(cluster=c, **(request | {"exchange": "ring"})) for c in (nodes, all_dear)]
+    assert ring[0].predict() == ring[1].predict()  # at the pace of its slowest link
+
+
+def test_on_many_ranks_only_some_are_looked_at():
+    few = plan_attention(seq_len=4096, ranks=MANY, layout="zigzag", exchange="ring")
+    assert ranks_to_look_at(few.rows[0].schedule) == list(range(MANY))
+    many = plan_attention(seq_len=1 << 16, ranks=1000, layout="contiguous", exchange="sparse")
+    looked_at = ranks_to_look_at(many.rows[0].schedule)
+    assert 999 in looked_at and len(looked_at) <= 11  # the last one computes most of a causal mask
+
+
+def test_rates_by_kind_of_tile():
+    rates = (Rate("attention", "float32", 512, 100.0), Rate("attention", "float32", 512, 50.0, "causal"))
+    cluster = Cluster("rates", FAST.levels, rates)
+    full, causal = (
+        plan_attention(seq_len=512, ranks=1, mask=m, cluster=cluster).predict().forward.compute_us
+        for m in (masks.full(), masks.causal())
+    )
+    assert full == pytest.approx(4 * 512 * 512 * 8 * 64 / 100.0)
+    assert causal == pytest.approx(4 * (512 * 513 // 2) * 8 * 64 / 50.0)
+
+
+def test_explain_gives_times_and_reasons():
+    plan = plan_attention(seq_len=1 << 16, ranks=8, mask=masks.causal(), cluster=SLOW, **MODEL)
+    text = plan.explain()
+    assert "predicted on machine (typical figures, not measured), batch of 1: forward " in text
+    assert " would take " in text and "it waits and copies " in text
+    lines = [line for line in text.splitlines() if "would take" in line]
+    assert [line.split()[0] for line in lines] == ["layout", "layout", "exchange", "exchange"]
+    measured = dataclasses.replace(SLOW, measured=True)
+    assert "predicted on machine, batch" in plan_attention(seq_len=64, ranks=2, cluster=measured).explain()
+    one = plan_attention(seq_len=3, ranks=2, layout="contiguous", exchange="ring").explain()
+    assert "on 2 ranks" in one and "rank 1: 2 keys arrive, 1 block, 2 pairs" in one and "1 blocks" not in one
