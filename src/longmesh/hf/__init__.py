@@ -13,21 +13,23 @@ own "sdpa".
 Pitfall: rows of padding see padding only, so what they predict is not what one process makes of them; don't label it.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from longmesh.hf.interface import register
 from longmesh.hf.scope import context_parallel
 
 if TYPE_CHECKING:
+    from longmesh.hf.loop import cut_batch, prepare
     from longmesh.hf.trainer import Trainer
 
-__all__ = ["Trainer", "context_parallel", "register"]
+__all__ = ["Trainer", "context_parallel", "cut_batch", "prepare", "register"]
 
 
 def __getattr__(name: str) -> Any:
     """Names that need more than transformers, imported when they are asked for."""
     if name == "Trainer":
-        from longmesh.hf.trainer import Trainer
-
-        return Trainer
+        return importlib.import_module("longmesh.hf.trainer").Trainer
+    if name in ("cut_batch", "prepare"):
+        return getattr(importlib.import_module("longmesh.hf.loop"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,9 @@ stay accelerate's: DDP and FSDP2 average over all ranks, and losses are scaled f
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +29,16 @@ class MeshAccelerator(Accelerator):
     """An Accelerator after `use_mesh`."""
 
     longmesh_mesh: DeviceMesh
+
+    @functools.cached_property
+    def cp_mesh(self) -> DeviceMesh:
+        """The axis of sequences: one object for all steps, since plans are kept for it."""
+        names = self.longmesh_mesh.mesh_dim_names or ()
+        if "cp" in names:
+            return self.longmesh_mesh["cp"]
+        return init_device_mesh(self.device.type, (dist.get_world_size(), 1), mesh_dim_names=("_", "cp"))[
+            "cp"
+        ]
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -157,7 +169,7 @@ def _group(mesh: DeviceMesh, name: str) -> AxisGroup:
     return comm_of(mesh).group((mesh.mesh_dim_names.index(name),))
 
 
-def same_batch(mesh: DeviceMesh, batch: dict[str, Any]) -> None:
+def same_batch(mesh: DeviceMesh, batch: Mapping[str, Any]) -> None:
     """Raise on every rank of "cp" if they hold different batches. Collective over them."""
     size = axis_size(mesh, "cp")
     if size == 1:

@@ -13,7 +13,6 @@ Pitfall: this file overrides hooks of transformers that are not public: `_prepar
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,9 +30,10 @@ except ImportError as error:
 
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.errors import LongmeshError
-from longmesh.hf.accelerator import axis_size, same_batch, sum_over, use_mesh
+from longmesh.hf.accelerator import MeshAccelerator, axis_size, same_batch, sum_over, use_mesh
 from longmesh.hf.batch import scope_arguments
-from longmesh.hf.interface import NAME, register
+from longmesh.hf.loop import plain_model, set_attention
+from longmesh.hf.scope import context_parallel
 
 
 class Trainer(transformers.Trainer):
@@ -60,15 +60,8 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         self._check_arguments()
         if self.cp_size > 1:
-            register()
             assert isinstance(self.model, nn.Module)
-            _plain_model(self.model).set_attn_implementation(NAME)
-
-    @functools.cached_property
-    def _cp_mesh(self) -> DeviceMesh:
-        """One object for all steps: plans are kept for it."""
-        assert self.mesh is not None
-        return self.mesh["cp"]
+            set_attention(self.model)
 
     @property
     def cp_size(self) -> int:
@@ -137,9 +130,8 @@ class Trainer(transformers.Trainer):
 
     @contextlib.contextmanager
     def _scope(self, batch: dict[str, Any], options: dict[str, Any], part: dict[str, Any]) -> Iterator[None]:
-        from longmesh.hf.scope import context_parallel
-
-        with context_parallel(self._cp_mesh, batch, **options) as mine:
+        assert isinstance(self.accelerator, MeshAccelerator)
+        with context_parallel(self.accelerator.cp_mesh, batch, **options) as mine:
             part.update(self._accepted(mine))
             self._whole = batch
             try:
@@ -150,7 +142,7 @@ class Trainer(transformers.Trainer):
     def _accepted(self, part: dict[str, Any]) -> dict[str, Any]:
         """What the model's forward takes of a scope's part, and no cache."""
         model = self.accelerator.unwrap_model(self.model)
-        parameters = inspect.signature(_plain_model(model).forward).parameters
+        parameters = inspect.signature(plain_model(model).forward).parameters
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         if takes_all or "use_cache" in parameters:
             part = {**part, "use_cache": False}
@@ -232,14 +224,3 @@ def whole_outputs(outputs: Any) -> Any:
     if isinstance(outputs, dict):
         return type(outputs)(**{name: whole(value) for name, value in outputs.items()})
     return whole(outputs)
-
-
-def _plain_model(model: nn.Module) -> transformers.PreTrainedModel:
-    """The transformers model inside, which adapters and wrappers may surround."""
-    for part in model.modules():
-        if isinstance(part, transformers.PreTrainedModel):
-            return part
-    raise LongmeshError(
-        f"hf.Trainer: {type(model).__name__} has no transformers model inside, so its attention is unknown; "
-        "write a loop with longmesh.experimental.context_parallel"
-    )
