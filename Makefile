@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench docs
+.PHONY: demo test soak lint bench docs
 
 demo: $(VENV)/.has-run
 	@$(BIN)/longmesh train --ranks 2 --seq-len 16384 --mask documents --exchange auto --compare \
@@ -17,6 +17,10 @@ test: $(VENV)/.has-test
 	@$(BIN)/pytest tests/ranks > build/ranks.log 2>&1 & ranks=$$!; \
 	$(BIN)/pytest tests/pure tests/e2e; others=$$?; \
 	wait $$ranks; status=$$?; cat build/ranks.log; exit $$((status + others))
+
+# What takes too long for each change: hundreds of faults, long walks of state machines.
+soak: $(VENV)/.has-test
+	@$(BIN)/pytest tests/soak
 
 lint: $(VENV)/.has-lint
 	@$(BIN)/ruff format --check .

@@ -2,6 +2,7 @@
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longmesh.comm.stop import REQUEUE_EXIT_CODE, stop_requested
 from longmesh.plan import Cluster, Level, Link, Rate, RedistributePlan, named_cluster, plan_redistribute
 from longmesh.spec import (
     DTensorSpec,
@@ -34,6 +35,7 @@ from longmesh.tensor import (
 from longmesh.tiles import tiled, tiled_cross_entropy, token_logprobs
 
 __all__ = [
+    "REQUEUE_EXIT_CODE",
     "Cluster",
     "DTensor",
     "DTensorSpec",
@@ -66,6 +68,7 @@ __all__ = [
     "rand",
     "randn",
     "set_rng_state",
+    "stop_requested",
     "tiled",
     "tiled_cross_entropy",
     "token_logprobs",

@@ -65,6 +65,8 @@ def check(words: list[str]) -> None:
         check(shlex.split(rest[2]))
     elif program == "export":
         assert re.match(r"\w+=\$\((scontrol|hostname)\b", rest[0])
+    elif program == "[":
+        assert "||" in rest and rest[-3:-1] == ["scontrol", "requeue"]
     else:
         raise AssertionError(f"{program} is not known here: {shlex.join(words)}")
 

@@ -68,6 +68,14 @@ def test_a_run_that_fails_writes_nothing(record, tmp_path):
     assert not list(tmp_path.glob("*.json"))
 
 
+def test_the_reliability_page_is_that_of_the_measured_faults():
+    reliability = load("reliability")
+    page = (ROOT / "docs/reliability.md").read_text("utf-8")
+    kept = reliability.read_rows(reliability.RESULTS)
+    assert page == reliability.make_page(kept), "run benchmarks/reliability.py page"
+    assert kept.keys() <= {fault.name for fault in reliability.matrix()}
+
+
 def test_a_benchmark_that_is_not_there(record):
     with pytest.raises(SystemExit, match="there are: attention, checkpoint, dispatch"):
         record.main(["none"])

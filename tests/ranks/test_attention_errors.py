@@ -50,6 +50,7 @@ def refused_calls() -> list[str]:
         lambda: cp.unshard(torch.randn(2, 10), dim=1),
         lambda: rows.shard(torch.randn(10), dim=0),
         lambda: ContextParallel(cpu_mesh(2), seq_len=10, kernel="flash9")(q, k, k),
+        lambda: cp(q, k, None),
     ]
     return [text_of(call) for call in calls]
 
@@ -81,6 +82,7 @@ TEXTS = [
     "unshard(dim=1): the tensor is (2, 10), but this rank's part has 5 tokens",
     "shard(dim=0): the layout cuts 2 batch rows differently, so dim 0 must be the batch of 2",
     "there is no attention kernel 'flash9'; there are cpu_flash",
+    "attention takes tensors (batch, heads, tokens, head dim), given v=NoneType; pass q, k and v, all three",
 ]
 
 

@@ -19,8 +19,8 @@ MODULES = [
 ]
 # Torch's own.
 _TORCH = {"DeviceMesh", "init_device_mesh"}
-# A number has no docstring: the module of blocks says what it means.
-CONSTANTS = {"UNBOUNDED"}
+# A number has no docstring: its module says what it means.
+CONSTANTS = {"UNBOUNDED", "REQUEUE_EXIT_CODE"}
 
 
 def public_names(module: str) -> list[str]:

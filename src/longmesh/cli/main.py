@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from longmesh.cli.arguments import USAGE_ERROR, Launch, OneLineParser, add_launch_options
 from longmesh.cli.train import add_parser as add_train_parser, run_train
 
-USAGE_ERROR = 2
 INTERRUPTED = 130
 
 
@@ -33,24 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_run(options: argparse.Namespace) -> int:
     """Run the command `run`; its exit code."""
-    problem = find_problem(options)
+    launch = Launch.of(options)
+    problem = launch.find_problem() or find_problem(Path(options.script))
     if problem is not None:
         print(f"longmesh run: {problem}", file=sys.stderr)
         return USAGE_ERROR
 
-    from longmesh.cli.run import choose_limits, run_script  # --help need not wait for the launcher
+    from longmesh.cli.run import run_script  # --help need not wait for the launcher
 
-    return run_script(
-        options.script,
-        options.args,
-        num_ranks=options.ranks,
-        num_threads=options.threads,
-        limits=choose_limits(options.timeout),
-    )
+    return run_script(options.script, options.args, launch)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="longmesh", description="Distributed tensors and exact long-context attention for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"longmesh {version('longmesh')}")
@@ -61,18 +56,10 @@ def make_parser() -> argparse.ArgumentParser:
         description="Run a script on several local ranks, as torchrun would. Lines are prefixed by rank; the "
         "first rank that fails ends the others, and its traceback and exit code are the command's.",
     )
-    run.add_argument("--ranks", type=int, required=True, metavar="N", help="how many processes to start")
-    run.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="threads per rank (default: OMP_NUM_THREADS if set, else the cores divided by the ranks)",
-    )
-    run.add_argument(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help="seconds that a rank may keep others waiting in a collective before the run ends (default: it is "
+    add_launch_options(
+        run,
+        needs_ranks=True,
+        timeout="seconds that a rank may keep others waiting in a collective before the run ends (default: it is "
         "named after 300 and the run goes on)",
     )
     run.add_argument("script", help="a Python file")
@@ -81,15 +68,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def find_problem(options: argparse.Namespace) -> str | None:
-    """What is wrong with the arguments of `run`, in words; None if nothing is."""
-    if options.ranks < 1:
-        return f"--ranks {options.ranks}: a run has at least 1 rank"
-    if options.threads is not None and options.threads < 1:
-        return f"--threads {options.threads}: a rank has at least 1 thread; leave it out to share the cores"
-    if options.timeout is not None and not 0 < options.timeout < float("inf"):
-        return f"--timeout {options.timeout:g}: give a positive number of seconds, or leave it out to wait for ever"
-    script = Path(options.script)
+def find_problem(script: Path) -> str | None:
+    """Why there is no such script to run, in words; None if there is."""
     if script.is_dir():
         return f"{script} is a directory: give the Python file in it"
     if not script.exists():

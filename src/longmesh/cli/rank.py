@@ -25,6 +25,7 @@ from typing import Any
 INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
 LEFT_ALONE = 1
+USAGE_ERROR = 2
 WATCHING = "longmesh_watching"
 
 
@@ -43,10 +44,15 @@ def main() -> None:
         failures.append(INTERRUPTED)
         sys.exit(INTERRUPTED)
     except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            code = leaving.code & 0xFF if isinstance(leaving.code, int) else 1
-            failures.append(code)
-            record_failure(code, f"SystemExit: {leaving.code}", "")
+        if leaving.code in (None, 0):
+            raise
+        if isinstance(leaving.__cause__, ValueError):  # a program that tells its user what to give instead
+            failures.append(USAGE_ERROR)
+            record_failure(USAGE_ERROR, str(leaving.code), "", is_usage_error=True)
+            sys.exit(USAGE_ERROR)
+        code = leaving.code & 0xFF if isinstance(leaving.code, int) else 1
+        failures.append(code)
+        record_failure(code, f"SystemExit: {leaving.code}", "")
         raise
     except BaseException as error:
         failures.append(1)
@@ -102,11 +108,12 @@ def format_from(script: str, error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def record_failure(exit_code: int, message: str, trace: str, named: int | None = None) -> None:
+def record_failure(exit_code: int, message: str, trace: str, **more: Any) -> None:
     """`named` is the rank that the failure is about, where it is another one."""
+    more = {"named": None, "is_usage_error": False, **more}
     now = time.time_ns()
     extra = {"py_callstack": trace, "timestamp": str(now // 10**9), "time_ns": now}
-    extra |= {"exit_code": exit_code, "named": named}
+    extra |= {"exit_code": exit_code, **more}
     with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 

@@ -29,6 +29,7 @@ from longmesh.cli import rank as rank_program
 from longmesh.cli.crash import read_crash
 from longmesh.cli.output import RankOutput
 from longmesh.cli.report import RankExit
+from longmesh.comm.stop import REQUEUE_EXIT_CODE
 
 LOOPBACK = "127.0.0.1"
 GRACEFUL_S = 2.0
@@ -57,6 +58,7 @@ class LocalRanks:
     ) -> None:
         self._directory, self._output = directory, output
         self._exits: list[RankExit] = []
+        self.has_stopped = False  # a rank has left as it was asked to
         with socket.create_server((LOOPBACK, 0), backlog=num_ranks + 16) as listener:
             common = {**os.environ, **environment, **describe_world(num_ranks, listener.getsockname()[1])}
             self._running = {
@@ -85,7 +87,8 @@ class LocalRanks:
             code = process.poll()
             if code is not None:
                 del self._running[rank]
-                found += [self._read_exit(rank, code, now)] if code else []
+                self.has_stopped = self.has_stopped or code == REQUEUE_EXIT_CODE
+                found += [self._read_exit(rank, code, now)] if code not in (0, REQUEUE_EXIT_CODE) else []
         # Of those noticed together, the kill came before what it caused.
         self._exits += sorted(found, key=lambda e: e.code != -signal.SIGKILL)
         return self._exits
@@ -93,6 +96,11 @@ class LocalRanks:
     @property
     def are_gone(self) -> bool:
         return not self._running
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether every rank listens to a request to stop (see comm/stop.py), where the system tells."""
+        return all(catches(process.pid, signal.SIGUSR1) for process in self._running.values())
 
     def send(self, signum: int) -> None:
         for process in self._running.values():
@@ -140,9 +148,20 @@ class LocalRanks:
                 extra["time_ns"],
                 recorded=True,
                 named=extra["named"],
+                is_usage_error=extra["is_usage_error"],
             )
         crash = read_crash(self._crash_file(rank), self._output.last_errors(rank))
         return RankExit(rank, code, crash.message, crash.stack, now, recorded=False)
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(caught >> (signum - 1) & 1)
 
 
 def is_stopped(pid: int) -> bool:
@@ -165,8 +184,6 @@ def describe_world(num_ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # else rank 0 makes a store, and it listens on every interface
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
     }

@@ -19,7 +19,7 @@ _MAX_LINE = 160
 class RankExit:
     """How a rank ended: its exit code (or minus a signal) and, if recorded, its exception.
 
-    `named` is the rank that a watchdog's record is about.
+    `named` is the rank that a watchdog's record is about; a usage error is said as it is.
     """
 
     rank: int
@@ -29,6 +29,7 @@ class RankExit:
     time_ns: int
     recorded: bool
     named: int | None = None
+    is_usage_error: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -57,6 +58,8 @@ def find_first(exits: Sequence[RankExit]) -> RankExit:
 def describe_exits(exits: Sequence[RankExit], num_ranks: int, command: str = "longmesh run") -> str:
     """The report: what followed, the traceback of what failed first, and last the line that says what it was."""
     first = find_first(exits)
+    if first.is_usage_error:
+        return f"{command}: {first.message}"
     others = sorted((e for e in exits if e.rank != first.rank), key=lambda e: e.rank)
     alike = [str(e.rank) for e in others if e.describe() == first.describe()]
     lines = [f"  later rank {e.rank} {e.describe()}" for e in others if e.describe() != first.describe()]

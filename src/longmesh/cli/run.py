@@ -1,4 +1,4 @@
-"""`longmesh run`: a script on local ranks, their output on one terminal, and who failed first.
+"""`longmesh run`: a script on local ranks, their output on one terminal, who failed first, and starting again.
 
 Pitfall: when one rank fails, others fail because of it, and the launcher ends the rest; which came first
 is not in the exit codes. Each rank writes down when it failed (see rank.py), and the earliest is reported.
@@ -12,76 +12,139 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from longmesh.cli.arguments import Launch
 from longmesh.cli.output import RankOutput
 from longmesh.cli.ranks import LOOK_S, LocalRanks, WaitLimits
-from longmesh.cli.report import describe_exits, find_first
+from longmesh.cli.report import RankExit, describe_exits, find_first
+from longmesh.cli.restarts import Restarts
 from longmesh.cli.told import Told, told_by_signals
+from longmesh.comm.stop import REQUEUE_EXIT_CODE
 
 PIPE_CLOSED = 128 + signal.SIGPIPE
 # How long peers of a failed rank have to write down what became of them.
 SETTLE_S = 0.3
-DEFAULT_LIMITS = WaitLimits()
+REPORT_AFTER_S = 300.0
 
 
-def run_script(
-    script: str,
-    args: Sequence[str],
-    *,
-    num_ranks: int,
-    num_threads: int | None,
-    limits: WaitLimits = DEFAULT_LIMITS,
-    command: str = "longmesh run",
-) -> int:
-    """Run `script` on `num_ranks` local ranks; the exit code of the first that failed, or 0.
+@dataclass(frozen=True)
+class Program:
+    """What ranks run. `args` depend on their number and on whether they were started before.
+
+    `mark` changes when a new checkpoint is there, where that is known.
+    """
+
+    script: str
+    args: Callable[[int, bool], Sequence[str]]
+    limits: WaitLimits
+    command: str = "longmesh run"
+    mark: Callable[[], object] | None = None
+
+
+def run_script(script: str, args: Sequence[str], launch: Launch) -> int:
+    """Run `script` on local ranks; the exit code of the first that failed, or 0."""
+    limit = launch.timeout
+    limits = WaitLimits(min(REPORT_AFTER_S, limit or REPORT_AFTER_S), limit)
+    return run_program(Program(script, lambda num_ranks, again: args, limits), launch)
+
+
+def run_program(program: Program, launch: Launch) -> int:
+    """Run it until it ends, is stopped, or has failed too often; the exit code.
 
     For the main thread of a process of its own: it sets signal handlers.
     """
+    restarts = Restarts(launch, program.mark)
+    with told_by_signals() as told:
+        while True:
+            num_ranks = restarts.num_ranks
+            ended = run_once(program, launch, told, num_ranks, restarts.done)
+            if not ended.exits or told.signum is not None:
+                return ended.say(program.command, told, launch)
+            report = describe_exits(ended.exits, num_ranks, program.command)
+            first = find_first(ended.exits)
+            decision = restarts.decide(first.rank if first.named is None else first.named)
+            code = first.exit_code
+            if first.is_usage_error or not decision.goes_on:
+                print(report, file=sys.stderr)
+                if decision.why and not first.is_usage_error:
+                    print(f"{program.command}: {decision.why}", file=sys.stderr)
+                return code
+            print(f"{report}\n{program.command}: {decision.why}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt ended: who failed, whether ranks left with the code that asks to be queued again, and in time."""
+
+    exits: list[RankExit]
+    has_stopped: bool
+    is_late: bool
+    reader_left: bool
+
+    def say(self, command: str, told: Told, launch: Launch) -> int:
+        """Say how a run ended that did not fail; its exit code."""
+        if self.reader_left:
+            return PIPE_CLOSED
+        if self.has_stopped and not self.is_late and not self.exits:
+            by = f" by {told.name}" if told.signum is not None else ""
+            words = f"stopped{by} as asked; exit code {REQUEUE_EXIT_CODE}: start it again to go on"
+            print(f"{command}: {words}", file=sys.stderr)
+            return REQUEUE_EXIT_CODE
+        if told.signum is None:
+            return 0
+        late = f": they did not stop within {launch.grace:g} s" if self.is_late else ""
+        print(f"{command}: ended by {told.name}; so are the ranks{late}", file=sys.stderr)
+        return 128 + told.signum
+
+
+def run_once(program: Program, launch: Launch, told: Told, num_ranks: int, restarts: int) -> Ended:
+    """One attempt."""
     with contextlib.ExitStack() as stack:
-        told = stack.enter_context(told_by_signals())
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longmesh-run-")))
         output = stack.enter_context(RankOutput(num_ranks, sys.stdout.buffer, sys.stderr.buffer))
-        environment = choose_environment(num_ranks, num_threads)
+        environment = choose_environment(num_ranks, launch.threads) | {
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts),
+        }
         ranks = LocalRanks(
-            [script, *args],
+            [program.script, *program.args(num_ranks, restarts > 0)],
             num_ranks,
             output=output,
             directory=directory,
             environment=environment,
-            limits=limits,
+            limits=program.limits,
         )
+        is_late = False
         try:
-            wait_for_end(ranks, told, output)
+            is_late = not wait_for_end(ranks, told, output, launch.grace)
         finally:
             exits = ranks.end()
-    if output.reader_left:
-        return PIPE_CLOSED
-    if told.signum is not None:
-        print(f"{command}: ended by {told.name}; so are the ranks", file=sys.stderr)
-        return 128 + told.signum
-    if not exits:
-        return 0
-    print(describe_exits(exits, num_ranks, command), file=sys.stderr)
-    return find_first(exits).exit_code
+    return Ended(exits, ranks.has_stopped, is_late, output.reader_left)
 
 
-def choose_limits(timeout: float | None) -> WaitLimits:
-    """Ranks that keep others waiting are named in any case; the run ends only at a timeout that was given."""
-    return WaitLimits(min(DEFAULT_LIMITS.report_after, timeout or DEFAULT_LIMITS.report_after), timeout)
-
-
-def wait_for_end(ranks: LocalRanks, told: Told, output: RankOutput) -> None:
-    """Return when there is nothing more to wait for: all ranks are gone, one failed, or we are told to end."""
+def wait_for_end(ranks: LocalRanks, told: Told, output: RankOutput, grace: float) -> bool:
+    """Wait until all ranks are gone, one failed, or we are told to end; whether ranks that were to stop did in time."""
+    deadline = None
     while not ranks.look() and not ranks.are_gone:
-        if told.signum is not None or output.reader_left:
-            return
+        if output.reader_left or told.at_once:
+            return True
+        if deadline is None and told.signum is not None:
+            if not ranks.can_stop:
+                return True
+            ranks.send(signal.SIGUSR1)
+        if deadline is None and (told.signum is not None or ranks.has_stopped):
+            deadline = time.monotonic() + grace
+        if deadline is not None and time.monotonic() > deadline:
+            return False
         time.sleep(LOOK_S)
     settled = time.monotonic() + SETTLE_S
     while not ranks.are_gone and time.monotonic() < settled:
         time.sleep(LOOK_S)
         ranks.look()
+    return True
 
 
 def choose_environment(num_ranks: int, num_threads: int | None) -> dict[str, str]:

@@ -13,15 +13,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.
 
 @dataclass
 class Told:
-    """The first signal that came, if one did."""
+    """The first signal that came, if one did, and whether nothing more is to be waited for."""
 
     signum: int | None = None
+    at_once: bool = False
 
     @property
     def name(self) -> str:
         return signal.Signals(self.signum).name if self.signum is not None else "nobody"
 
     def note(self, signum: int, frame: FrameType | None) -> None:
+        is_second = self.signum is not None and signum == signal.SIGINT
+        self.at_once = self.at_once or is_second or signum == signal.SIGQUIT
         self.signum = self.signum or signum
 
 

@@ -9,19 +9,22 @@ The program gets its options as JSON: those that were given, so that defaults ar
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import runpy
 import sys
-from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from longmesh.cli.arguments import USAGE_ERROR, Launch, RankRange, add_launch_options, number, whole_number
+
 PROGRAM = "longmesh.train"
 DEFAULT_TIMEOUT, START_TIMEOUTS = 300.0, 3  # the trainer's own limit takes over when it has started
-LAUNCH = ("command", "ranks", "threads", "compare")
+DEFAULT_OUT = "longmesh-train"
+AXES = ("data", "context", "tensor")
+LAUNCH = ("command", "ranks", "threads", "grace", "max_restarts", "compare")
 
 
 def add_parser(commands: Any) -> None:
@@ -34,12 +37,13 @@ def add_parser(commands: Any) -> None:
         "sequences, on a mesh of data x context x tensor. Leaves a checkpoint and a page with the loss curve, the "
         "balance of the ranks and the plan of attention. Under torchrun the ranks are torchrun's.",
     )
+    add_launch_options(
+        parser,
+        needs_ranks=False,
+        timeout="seconds that a rank may keep others waiting before it is named and the run ends, three times as many "
+        "in the first step, a save or a load (default 300)",
+    )
     sizes = [
-        ("ranks", "processes to start (not under torchrun; default 1)"),
-        (
-            "threads",
-            "threads per rank (default: OMP_NUM_THREADS if set, else the cores divided by the ranks)",
-        ),
         ("data", "groups of ranks that get different sequences (default 1)"),
         ("context", "ranks that a sequence is cut over (default: those that data and tensor leave)"),
         ("tensor", "ranks that heads and features are cut over (default 1)"),
@@ -60,15 +64,8 @@ def add_parser(commands: Any) -> None:
         ),
     ]
     for name, text in sizes:
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    parser.add_argument("--learning-rate", type=float, metavar="X", help="of AdamW (default 0.003)")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help="seconds that a rank may keep others waiting before it is named and the run ends, three times as many in "
-        "the first step, a save or a load (default 300)",
-    )
+        parser.add_argument(f"--{name}", type=whole_number, metavar="N", help=text)
+    parser.add_argument("--learning-rate", type=number, metavar="X", help="of AdamW (default 0.003)")
     parser.add_argument("--mask", metavar="NAME", help="documents (default) or causal")
     parser.add_argument(
         "--exchange",
@@ -76,7 +73,11 @@ def add_parser(commands: Any) -> None:
         help="auto (default), ring, allgather, ulysses or sparse: how keys travel",
     )
     parser.add_argument("--out", metavar="DIR", help="checkpoint, figures and page (default longmesh-train)")
-    parser.add_argument("--resume", metavar="DIR", help="go on from another run's --out, on any mesh")
+    parser.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on from another run's --out, on any mesh; auto: from that of --out, if there is one",
+    )
     parser.add_argument("--baseline", metavar="DIR", help="compare with another run's --out")
     parser.add_argument(
         "--force",
@@ -92,37 +93,36 @@ def run_train(options: argparse.Namespace) -> int:
     """Run the command; its exit code."""
     told = {name: value for name, value in vars(options).items() if name not in LAUNCH}
     world_size = _torchrun_world_size()
-    ranks = getattr(options, "ranks", world_size or 1)
-    threads = getattr(options, "threads", None)
+    launch = Launch.of(options)
+    if world_size is not None and "ranks" not in options:
+        launch = launch._replace(ranks=RankRange(world_size, world_size))
     compare = getattr(options, "compare", False)
+    ranks = launch.ranks.most
     told.setdefault("context", max(1, ranks // (told.get("data", 1) * told.get("tensor", 1) or 1)))
-    problem = find_problem(told, ranks, threads, compare, world_size)
+    problem = (
+        launch.find_problem()
+        or find_problem(told, ranks, compare, world_size)
+        or _find_trainers_problem(told)
+    )
     if problem is not None:
         print(f"longmesh train: {problem}", file=sys.stderr)
-        return 2
+        return USAGE_ERROR
     if world_size is not None:
-        sys.argv = [PROGRAM, json.dumps(told)]
-        runpy.run_module(PROGRAM, run_name="__main__")
-        return 0
+        return _run_here(told)
     if compare:
-        out = Path(told.get("out", "longmesh-train"), "one-process")
+        out = Path(told.get("out", DEFAULT_OUT), "one-process")
         alone = {name: value for name, value in told.items() if name not in ("resume", "baseline")}
         alone |= {"data": 1, "context": 1, "tensor": 1, "out": str(out)}
-        code = _start(alone, 1, threads and threads * ranks)
+        threads = launch.threads and launch.threads * ranks
+        code = _start(alone, launch._replace(ranks=RankRange(1, 1), threads=threads))
         if code != 0:
             return code
         told["baseline"] = str(out)
-    return _start(told, ranks, threads)
+    return _start(told, launch)
 
 
-def find_problem(
-    told: dict[str, Any], ranks: int, threads: int | None, compare: bool, world_size: int | None
-) -> str | None:
+def find_problem(told: dict[str, Any], ranks: int, compare: bool, world_size: int | None) -> str | None:
     """What is wrong with the arguments that say where to run, in words; None if nothing is."""
-    if ranks < 1:
-        return f"--ranks {ranks}: a run has at least 1 rank"
-    if threads is not None and threads < 1:
-        return f"--threads {threads}: a rank has at least 1 thread; leave it out to share the cores"
     if world_size is not None and ranks != world_size:
         return f"--ranks {ranks}: torchrun has started {world_size}; leave it out, or start as many"
     if world_size is not None and compare:
@@ -130,15 +130,35 @@ def find_problem(
             "--compare starts a process of its own, which torchrun's ranks can't; run `longmesh train --ranks 1 --out "
             "ONE` with the same options first, then give --baseline ONE here"
         )
-    if not 0 < told.get("timeout", 1.0) < float("inf"):
-        return f"--timeout {told['timeout']:g}: give a positive number of seconds"
-    data, context, tensor = (told.get(name, 1) for name in ("data", "context", "tensor"))
-    if data * context * tensor != ranks:
+    data, context, tensor = (told.get(name, 1) for name in AXES)
+    if min(data, context, tensor) >= 1 and data * context * tensor != ranks:
         return (
             f"--data {data} x --context {context} x --tensor {tensor} make {data * context * tensor} ranks, and "
             f"{ranks} run; the product must be the number of ranks"
         )
     return None
+
+
+def _find_trainers_problem(told: dict[str, Any]) -> str | None:
+    """What the trainer itself would say of its options: asked by name, since commands don't import it."""
+    try:
+        import_module(f"{PROGRAM}.options").TrainOptions(**told).check_paths()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def fit_mesh(ranks: int, told: dict[str, Any]) -> dict[str, int]:
+    """The mesh for another number of ranks: tensor and data as large as they can stay, context takes the rest."""
+    for tensor in _divisors(told.get("tensor", 1)):
+        for data in _divisors(told.get("data", 1)):
+            if ranks % (data * tensor) == 0:
+                return {"data": data, "context": ranks // (data * tensor), "tensor": tensor}
+    raise AssertionError("1 divides every number of ranks")
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(number, 0, -1) if number % n == 0]
 
 
 def _torchrun_world_size() -> int | None:
@@ -148,38 +168,53 @@ def _torchrun_world_size() -> int | None:
     )
 
 
-def _start(told: dict[str, Any], ranks: int, threads: int | None) -> int:
+def _run_here(told: dict[str, Any]) -> int:
+    """Be one of torchrun's ranks."""
+    sys.argv = [PROGRAM, json.dumps(told)]
+    try:
+        runpy.run_module(PROGRAM, run_name="__main__")
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            print(f"longmesh train: {leaving.code}", file=sys.stderr)
+            return USAGE_ERROR
+        raise
+    return 0
+
+
+def _start(told: dict[str, Any], launch: Launch) -> int:
     """Run the program on local ranks; rank 0 may draw on the terminal that its pipe hides from it."""
     from longmesh.cli.ranks import WaitLimits  # --help need not wait for the launcher
-    from longmesh.cli.run import run_script
+    from longmesh.cli.run import Program, run_program
 
     spec = find_spec(PROGRAM)
     assert spec is not None and spec.origin is not None
-    program = Path(spec.origin).with_name("__main__.py")
     is_terminal = sys.stdout.isatty()
     if is_terminal:
         told = told | {"terminal": os.ttyname(sys.stdout.fileno())}
-    with _restored_environment():
-        start_s = START_TIMEOUTS * told.get("timeout", DEFAULT_TIMEOUT)
-        code = run_script(
-            str(program),
-            [json.dumps(told)],
-            num_ranks=ranks,
-            num_threads=threads,
-            limits=WaitLimits(start_s, start_s),
-            command="longmesh train",
-        )
+    out = Path(told.get("out", DEFAULT_OUT))
+    at_first = _mark(out)
+
+    def args(num_ranks: int, again: bool) -> list[str]:
+        """The options as they were given; after a restart from what this run has saved, on the mesh that fits."""
+        goes_on = {"resume": "auto"} if again and _mark(out) != at_first else {}
+        mesh = fit_mesh(num_ranks, told) if num_ranks != launch.ranks.most else {}
+        return [json.dumps(told | goes_on | mesh)]
+
+    start_s = START_TIMEOUTS * told.get("timeout", DEFAULT_TIMEOUT)
+    program = Program(
+        str(Path(spec.origin).with_name("__main__.py")),
+        args,
+        WaitLimits(start_s, start_s),
+        command="longmesh train",
+        mark=lambda: _mark(out),
+    )
+    code = run_program(program, launch)
     if is_terminal:
         print("\x1b[?25h", end="", flush=True)  # a bar that was ended leaves the cursor hidden
     return code
 
 
-@contextlib.contextmanager
-def _restored_environment() -> Iterator[None]:
-    """The launcher sets variables for its ranks; a second run starts from ours."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def _mark(out: Path) -> int | None:
+    """Another number for every checkpoint that is written there; None if there is none."""
+    found = [path.stat().st_mtime_ns for path in out.rglob(".metadata")] if out.is_dir() else []
+    return max(found, default=None)

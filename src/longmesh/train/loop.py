@@ -20,11 +20,11 @@ from longmesh.attention import AttentionPlan, PackedDocuments, cut_cross_entropy
 from longmesh.attention.tokens.packing import IGNORED
 from longmesh.comm import CommEvent, CommObserver, observe_comm
 from longmesh.train.data import Corpus
-from longmesh.train.guard import Guard
+from longmesh.train.guard import FIRST_STEP, Guard
 from longmesh.train.ledger import Ledger
 from longmesh.train.model import Transformer
 from longmesh.train.numbers import StepNumbers, agree_on_bad, gradient_norms
-from longmesh.train.options import TrainOptions
+from longmesh.train.options import AUTO, TrainOptions
 from longmesh.train.parallel import Axes, cut_model, sum_gradients, take_part
 from longmesh.train.progress import StepRecord
 from longmesh.train.replicas import check_replicas
@@ -51,6 +51,7 @@ class RunRecord:
     losses: list[float] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     plan: AttentionPlan | None = None
+    is_stopped: bool = False
 
 
 def train(
@@ -66,27 +67,31 @@ def train(
     with guard.section("load"):
         losses: list[float] = []
         if options.resume is not None:
-            is_own = Path(options.resume).resolve() == Path(options.out).resolve()
+            is_own = options.resume == AUTO or Path(options.resume).resolve() == Path(options.out).resolve()
             source = checkpoints if is_own else open_checkpoints(options.resume, options)
-            losses = load_state(source, model, optimizer, options)
+            losses = load_state(source, model, optimizer, options, corpus.digest)
     record, clock = RunRecord(losses), WaitClock()
     ledger = Ledger(model, losses, record.steps, show)
-    sequences = corpus.steps(options.seq_len, options.batch, first=len(losses))
+    first = len(losses)
+    sequences = corpus.steps(options.seq_len, options.batch, first=first)
     with observe_comm(clock), finished(checkpoints):
-        for step in range(len(losses), options.steps):
+        for step in range(first, options.steps):
             start, waited = time.perf_counter(), clock.seconds
             optimizer.param_groups[0]["lr"] = options.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
-            with nullcontext() if record.steps else guard.section("first step"):
+            with nullcontext() if step > first else guard.section(FIRST_STEP):
                 numbers, record.plan = run_step(model, optimizer, next(sequences), options, axes)
             ledger.add(step, numbers, time.perf_counter() - start, clock.seconds - waited)
             if options.check_replicas and (step + 1) % options.check_replicas == 0:
                 check_replicas(model, axes, step + 1)
             checkpoints.poll()
             is_last = step + 1 == options.steps
-            if is_last or (options.save_every and (step + 1) % options.save_every == 0):
+            record.is_stopped = guard.stop_requested() and not is_last
+            if is_last or record.is_stopped or (options.save_every and (step + 1) % options.save_every == 0):
                 ledger.settle()
                 with guard.section("save"):
-                    save_state(checkpoints, model, optimizer, options, losses)
+                    save_state(checkpoints, model, optimizer, options, losses, corpus.digest)
+            if record.is_stopped:
+                break
         with guard.section("save"):
             checkpoints.flush()
     return record

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
+from longmesh.attention.exchange.named import EXCHANGES
 from longmesh.errors import LongmeshError
 
+AUTO = "auto"
 MASKS = ("documents", "causal")
 SIZES = ("data", "context", "tensor", "seq_len", "batch", "steps", "dim", "layers", "heads", "kv_heads")
 CURVE = ("seq_len", "batch", "mask", "dim", "layers", "heads", "kv_heads", "learning_rate", "seed")
@@ -44,9 +48,26 @@ class TrainOptions:
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise LongmeshError(f"{name}={getattr(self, name)}: give at least 1")
-        for name, least in (("keep", 1), ("keep_every", 0), ("check_replicas", 0)):
+        for name, least in (
+            ("keep", 1),
+            ("keep_every", 0),
+            ("check_replicas", 0),
+            ("seed", 0),
+            ("save_every", 0),
+        ):
             if getattr(self, name) < least:
                 raise LongmeshError(f"{name}={getattr(self, name)}: give {least} or more")
+        if not 0 < self.learning_rate < float("inf"):
+            raise LongmeshError(
+                f"learning_rate={self.learning_rate:g}: give a positive number, such as 0.003"
+            )
+        if self.seq_len < self.context:
+            raise LongmeshError(
+                f"seq_len={self.seq_len} over context={self.context} ranks: a rank needs at least 1 token; use fewer "
+                "ranks or longer sequences"
+            )
+        if self.exchange not in EXCHANGES:
+            raise LongmeshError(f"exchange={self.exchange!r} is not known; use one of {', '.join(EXCHANGES)}")
         if not 0 < self.timeout < float("inf"):
             raise LongmeshError(f"timeout={self.timeout:g}: give a positive number of seconds")
         if self.mask not in MASKS:
@@ -67,6 +88,22 @@ class TrainOptions:
                 f"batch={self.batch}: each of the data={self.data} groups takes the same number of sequences; use "
                 f"batch={self.data * max(1, round(self.batch / self.data))}"
             )
+
+    def check_paths(self) -> None:
+        """Raise for directories that can't be read or written, before anything is computed."""
+        out = Path(self.out)
+        if not self.out or any(path.exists() and not path.is_dir() for path in (out, *out.parents)):
+            raise LongmeshError(f"out={self.out!r} is not a directory and can't become one; give another")
+        nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise LongmeshError(
+                f"out={self.out!r} can't be written: no permission in {nearest}; give another"
+            )
+        for name, path in (("resume", self.resume), ("baseline", self.baseline)):
+            if path is None or (name == "resume" and path == AUTO):
+                continue
+            if not path or not Path(path).is_dir():
+                raise LongmeshError(f"{name}={path!r} is not a directory; give another run's --out")
 
     @property
     def mesh_shape(self) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from longmesh import checkpoint
 from longmesh.checkpoint import Directory
 from longmesh.errors import CheckpointError, LongmeshError, NumbersError
-from longmesh.train.options import TrainOptions
+from longmesh.train.options import AUTO, TrainOptions
 
 
 def open_checkpoints(out: str, options: TrainOptions) -> Directory:
@@ -40,18 +40,30 @@ def finished(checkpoints: Directory) -> Iterator[None]:
 
 
 def save_state(
-    checkpoints: Directory, model: nn.Module, optimizer: Optimizer, options: TrainOptions, losses: list[float]
+    checkpoints: Directory,
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: TrainOptions,
+    losses: list[float],
+    text: str = "",
 ) -> None:
-    """Begin to save the state after `len(losses)` steps. Collective: every rank of the world."""
-    state = collect_state(model, optimizer) | {"run": json.dumps({"losses": losses, "curve": options.curve})}
+    """Begin to save the state after `len(losses)` steps. Collective: every rank of the world.
+
+    The order of the data belongs to it: `text` says which documents, the seed in which order, and `sequences` how many
+    were seen, over all ranks.
+    """
+    run = {"losses": losses, "curve": options.curve, "text": text, "sequences": len(losses) * options.batch}
+    state = collect_state(model, optimizer) | {"run": json.dumps(run)}
     checkpoints.save(state, len(losses))
 
 
 def load_state(
-    checkpoints: Directory, model: nn.Module, optimizer: Optimizer, options: TrainOptions
+    checkpoints: Directory, model: nn.Module, optimizer: Optimizer, options: TrainOptions, text: str = ""
 ) -> list[float]:
     """Go on from the newest whole checkpoint; the losses so far. Collective: every rank of the world."""
     out, step = checkpoints.path.parent, checkpoints.latest_whole()
+    if step is None and options.resume == AUTO:
+        return []
     if step is None:
         raise LongmeshError(
             f"there is no checkpoint in {checkpoints.path}; leave out --resume to begin a new run"
@@ -62,7 +74,13 @@ def load_state(
     differing = options.describe_differences(run["curve"])
     if differing:
         raise LongmeshError(f"{out} was trained with {differing}; a resumed run must be told the same")
-    if len(run["losses"]) >= options.steps:
+    if text and run.get("text", text) != text:
+        raise LongmeshError(
+            f"{out} was trained on another text (digest {run['text']}, here {text}), so sequences would be seen twice "
+            "or skipped; resume with the Python version that it was trained with"
+        )
+    assert run.get("sequences", len(run["losses"]) * options.batch) == len(run["losses"]) * options.batch
+    if len(run["losses"]) >= options.steps and options.resume != AUTO:
         raise LongmeshError(
             f"{out} has {len(run['losses'])} steps already and steps={options.steps} were asked for; give more to go on"
         )

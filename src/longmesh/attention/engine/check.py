@@ -68,6 +68,12 @@ def check_call(
     plan: AttentionPlan, tokens: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score
 ) -> None:
     """Raise unless q, k, v and the options are what the plan can take."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise LongmeshError(
+                f"attention takes tensors (batch, heads, tokens, head dim), given {name}={type(tensor).__name__}; pass "
+                "q, k and v, all three"
+            )
     if not q.ndim == k.ndim == v.ndim == 4:
         raise LongmeshError(f"attention takes (batch, heads, tokens, head dim), given {_shapes(q, k, v)}")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):

@@ -1,0 +1,112 @@
+"""What the commands have in common on their command lines: one line for a mistake, and how ranks are started."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any, NamedTuple, NoReturn
+
+USAGE_ERROR = 2
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Tells a mistake in one line, with where to look."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"{self.prog}: {message}; `{self.prog} --help` lists what it takes\n")
+
+
+class RankRange(NamedTuple):
+    """How many ranks a run starts with, and with how many it may go on."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return str(self.most) if self.least == self.most else f"{self.least}:{self.most}"
+
+
+def read_ranks(text: str) -> RankRange:
+    """`4`, or `2:4` for at least 2 and at first 4."""
+    parts = [whole_number(part) for part in text.split(":")]
+    if len(parts) > 2:
+        raise argparse.ArgumentTypeError(f"{text!r} has too many parts; give N or LEAST:MOST")
+    return RankRange(parts[0], parts[-1])
+
+
+def whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+class Launch(NamedTuple):
+    """How ranks are started, watched, stopped and started again."""
+
+    ranks: RankRange = RankRange(1, 1)
+    threads: int | None = None
+    timeout: float | None = None
+    grace: float = 60.0
+    max_restarts: int = 0
+
+    @staticmethod
+    def of(options: argparse.Namespace) -> Launch:
+        """What was given; the rest as it is by default."""
+        given = {name: value for name, value in vars(options).items() if name in Launch._fields}
+        return Launch(**{name: value for name, value in given.items() if value is not None})
+
+    def find_problem(self) -> str | None:
+        """What is wrong with it, in words; None if nothing is."""
+        if self.ranks.least < 1:
+            return f"--ranks {self.ranks}: a run has at least 1 rank"
+        if self.ranks.least > self.ranks.most:
+            swapped = RankRange(self.ranks.most, self.ranks.least)
+            return f"--ranks {self.ranks}: the smaller number comes first; give --ranks {swapped}"
+        if self.threads is not None and self.threads < 1:
+            return f"--threads {self.threads}: a rank has at least 1 thread; leave it out to share the cores"
+        if self.timeout is not None and not 0 < self.timeout < math.inf:
+            return f"--timeout {self.timeout:g}: give a positive number of seconds, or leave it out"
+        if not 0 <= self.grace < math.inf:
+            return f"--grace {self.grace:g}: give a number of seconds, 0 to end at once"
+        if self.max_restarts < 0:
+            return f"--max-restarts {self.max_restarts}: give 0 or more"
+        return None
+
+
+def add_launch_options(parser: Any, *, needs_ranks: bool, timeout: str) -> None:
+    """Add what `Launch` takes; `timeout` says what that option does."""
+    parser.add_argument(
+        "--ranks",
+        type=read_ranks,
+        required=needs_ranks,
+        metavar="N",
+        help="processes to start; LEAST:MOST starts the most and may go on with fewer after restarts"
+        + ("" if needs_ranks else " (not under torchrun; default 1)"),
+    )
+    parser.add_argument(
+        "--threads",
+        type=whole_number,
+        metavar="N",
+        help="threads per rank (default: OMP_NUM_THREADS if set, else the cores divided by the ranks)",
+    )
+    parser.add_argument("--timeout", type=number, metavar="S", help=timeout)
+    parser.add_argument(
+        "--grace",
+        type=number,
+        metavar="S",
+        help="seconds that ranks have to stop after SIGTERM, SIGINT or SIGUSR1 before they are ended (default 60)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=whole_number,
+        metavar="N",
+        help="how often ranks are started again after a failure (default 0)",
+    )

@@ -1,0 +1,85 @@
+"""Faults in real runs: each ends in time, names its cause in the last line, and leaves no process and no state behind.
+
+A short choice of the matrix in support/faults.py; `make soak` runs all of it, `benchmarks/faults.py` measures it.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.faults import Fault, check, matrix, run_with
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states and orphans are read from /proc")
+CHOSEN = {
+    ("launcher:SIGKILL", "start", 2),
+    ("SIGKILL", "commit", 2),
+    ("SIGKILL", "group", 3),
+    ("SIGSTOP", "backward", 2),
+    ("SIGUSR1", "step", 2),
+}
+CHOICE = [fault for fault in matrix() if (fault.what, fault.point, fault.ranks) in CHOSEN]
+
+
+def losses(out: Path) -> list[float]:
+    return json.loads((out / "run.json").read_text())["losses"]
+
+
+@pytest.mark.parametrize("fault", CHOICE, ids=lambda fault: fault.name)
+def test_a_fault_ends_the_run_in_time(fault: Fault, tmp_path: Path) -> None:
+    check(fault, run_with(fault, tmp_path / "out"))
+
+
+def test_the_matrix_has_every_kind_of_fault_at_its_points() -> None:
+    rows = matrix()
+    assert len(rows) == len({fault.name for fault in rows}) > 40
+    assert len(CHOICE) == len(CHOSEN)
+    assert {fault.ranks for fault in rows} == {2, 3}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    outcome = run_with(Fault("SIGKILL", "nowhere", 0, ""), out)
+    assert outcome.code == 0, outcome
+    return out
+
+
+def test_a_restarted_run_is_the_same_to_the_bit(whole: Path, tmp_path: Path) -> None:
+    fault = Fault("SIGKILL", "step", 0, "", skip=3, options=("--max-restarts", "1"))
+    outcome = run_with(fault, tmp_path / "out")
+    assert outcome.code == 0, outcome
+    assert outcome.last_line == "longmesh train: restart 1 of 1"
+    assert losses(tmp_path / "out") == losses(whole)
+
+
+def test_a_stopped_run_goes_on_to_the_bit(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run_with(Fault("launcher:SIGTERM", "forward", 75, "", skip=3), out).code == 75
+    outcome = run_with(Fault("SIGKILL", "nowhere", 0, "", options=("--resume", "auto")), out)
+    assert outcome.code == 0, outcome
+    assert losses(out) == losses(whole)
+
+
+def test_a_rank_that_is_gone_for_good_is_left_out(whole: Path, tmp_path: Path) -> None:
+    """Rank 2 dies each time it starts; two ranks go on from what three have saved."""
+    fault = Fault("SIGKILL", "step", 0, "", rank=2, ranks=3, skip=3)
+    out = tmp_path / "out"
+    assert run_with(fault, out).code == 137
+    again = Fault("SIGKILL", "start", 0, "", rank=2, ranks=3)
+    options = ("--ranks", "2:3", "--max-restarts", "3", "--resume", "auto")
+    outcome = run_with(Fault(**{**vars(again), "options": options}), out, again=True)
+    assert outcome.code == 0, outcome
+    assert outcome.last_line == "longmesh train: restart 2 of 3, on 2 ranks: rank 2 failed twice"
+    assert len(losses(out)) == len(losses(whole))
+    assert max(abs(a - b) for a, b in zip(losses(out), losses(whole), strict=True)) < 1e-5
+
+
+def test_restarts_without_a_new_checkpoint_are_given_up(tmp_path: Path) -> None:
+    fault = Fault("SIGKILL", "start", 137, "", options=("--max-restarts", "9"))
+    outcome = run_with(fault, tmp_path / "out", again=True)
+    assert outcome.code == 137
+    assert outcome.last_line == "longmesh train: given up after 3 restarts without a new checkpoint"
+    assert outcome.err.count("was killed by SIGKILL") == 4

@@ -1,0 +1,162 @@
+"""Every option of every command against wrong values: one line with the remedy, exit code 2, and no rank is started."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from longmesh.cli import run
+from longmesh.cli.arguments import Launch
+from longmesh.cli.main import main, make_parser
+
+# For options that are swept: what is right. Everything else is refused.
+VALUES = ("-1", "0", "3", "nan", "inf", "-inf", "1e400", "1.5", "", "x", "2:", ":2", "3:2", "1:2:3", "auto")
+RIGHT = {
+    "ranks": {"3"},
+    "threads": {"3"},
+    "timeout": {"3", "1.5"},
+    "grace": {"0", "3", "1.5"},
+    "max-restarts": {"0", "3"},
+    "data": {"3"},
+    "context": {"3"},
+    "tensor": set(),  # 3 does not divide the key heads
+    "seq-len": {"3"},
+    "batch": {"3"},
+    "steps": {"3"},
+    "dim": set(),  # 3 is no even number for each head
+    "layers": {"3"},
+    "heads": set(),
+    "kv-heads": set(),
+    "seed": {"0", "3"},
+    "save-every": {"0", "3"},
+    "check-replicas": {"0", "3"},
+    "keep": {"3"},
+    "keep-every": {"0", "3"},
+    "learning-rate": {"3", "1.5"},
+    "mask": set(),
+    "exchange": {"auto"},
+    "out": {"-1", "0", "3", "nan", "inf", "-inf", "1e400", "1.5", "x", "2:", ":2", "3:2", "1:2:3", "auto"},
+    "resume": {"auto"},
+    "baseline": set(),
+}
+RANKS = {"data": "3", "context": "3", "tensor": "3", "batch": "1", "seq-len": "3"}
+
+
+def options_of(command: str) -> list[str]:
+    """The options of a command that take a value."""
+    parser = make_parser()
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    actions = commands.choices[command]._actions
+    return [
+        a.option_strings[-1][2:] for a in actions if a.option_strings and a.nargs != 0 and a.dest != "help"
+    ]
+
+
+def call(arguments: list[str], monkeypatch, capsys) -> tuple[int, str, bool]:
+    """The exit code, what was said, and whether ranks would have been started."""
+    started: list[Launch] = []
+    monkeypatch.setattr(run, "run_program", lambda program, launch: started.append(launch) or 0)
+    try:
+        code = main(arguments)
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    return code, capsys.readouterr().err, bool(started)
+
+
+def arguments_for(command: str, option: str, value: str) -> list[str]:
+    given = {"ranks": RANKS.get(option, "1"), option: value}
+    if option == "data":
+        given["batch"] = value
+    words = [f"--{name}={text}" for name, text in given.items()]
+    return [command, *words, *([__file__] if command == "run" else [])]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [(command, name) for command in ("run", "train") for name in options_of(command)]
+)
+def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    accepted = set()
+    for value in VALUES:
+        code, err, started = call(arguments_for(command, option, value), monkeypatch, capsys)
+        assert started == (code == 0) == (err == ""), (option, value, code, err)
+        if started:
+            accepted.add(value)
+            continue
+        assert code == 2, (value, err)
+        assert err.startswith(f"longmesh {command}: ") and err.count("\n") == 1, (value, err)
+        assert "Traceback" not in err
+        named = option in err or option.replace("-", "_") in err
+        assert named or option in RANKS, (value, err)
+    assert accepted == RIGHT[option]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["train", "--no-such"],
+            "longmesh: unrecognized arguments: --no-such; `longmesh --help` lists what it takes",
+        ),
+        (["walk"], "longmesh: argument command: invalid choice: 'walk' (choose from "),
+        (
+            ["run", "--ranks", "2", "--timeout"],
+            "longmesh run: argument --timeout: expected one argument; `longmesh run",
+        ),
+        (
+            ["train", "--ranks", "3", "--seq-len", "2"],
+            "longmesh train: seq_len=2 over context=3 ranks: a rank needs at least 1 token; use fewer ranks or longer",
+        ),
+        (
+            ["train", "--mask", "window"],
+            "longmesh train: mask='window' is not known; use one of documents, causal",
+        ),
+        (["train", "--exchange", "fax"], "longmesh train: exchange='fax' is not known; use one of "),
+        (
+            ["train", "--resume", "nowhere"],
+            "longmesh train: resume='nowhere' is not a directory; give another run's",
+        ),
+        (
+            ["train", "--learning-rate", "nan"],
+            "longmesh train: learning_rate=nan: give a positive number, such as",
+        ),
+        (["train", "--save-every", "-1"], "longmesh train: save_every=-1: give 0 or more"),
+        (["train", "--ranks", "-1"], "longmesh train: --ranks -1: a run has at least 1 rank"),
+        (
+            ["train", "--ranks", "4:2"],
+            "longmesh train: --ranks 4:2: the smaller number comes first; give --ranks 2:4",
+        ),
+        (
+            ["train", "--grace", "-2"],
+            "longmesh train: --grace -2: give a number of seconds, 0 to end at once",
+        ),
+        (["train", "--max-restarts", "-2"], "longmesh train: --max-restarts -2: give 0 or more"),
+    ],
+)
+def test_the_texts(arguments, text, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, err, started = call(arguments, monkeypatch, capsys)
+    assert (code, started) == (2, False)
+    assert err.startswith(text) and err.count("\n") == 1, err
+
+
+def test_an_out_that_can_not_be_a_directory(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for out in (file, file / "below"):
+        code, err, started = call(["train", "--out", str(out)], monkeypatch, capsys)
+        assert (code, started) == (2, False)
+        assert (
+            err == f"longmesh train: out={str(out)!r} is not a directory and can't become one; give another\n"
+        )
+
+
+def test_an_out_without_permission(monkeypatch, capsys, tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != closed)
+    code, err, _ = call(["train", "--out", str(closed / "out")], monkeypatch, capsys)
+    assert code == 2
+    assert err.startswith(
+        f"longmesh train: out={str(closed / 'out')!r} can't be written: no permission in {closed}"
+    )
