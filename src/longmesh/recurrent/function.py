@@ -31,9 +31,15 @@ def run(
     kernel: Kernel, chain: Chain, chunks: Chunks, initial: Tensor | None, inputs: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Outputs of this rank's tokens and the state after its last one. `inputs` as the kernel takes them. Collective."""
-    split = kernel.split(inputs, chunks)
-    outputs, last = _Recurrence.apply(kernel, chain, chunks, initial, *split)
+    with _no_autocast(inputs[0]):
+        split = kernel.split(inputs, chunks)
+        outputs, last = _Recurrence.apply(kernel, chain, chunks, initial, *split)
     return kernel.join(outputs, chunks), last
+
+
+def _no_autocast(like: Tensor) -> torch.autocast:
+    """States are kept in the precision of the inputs: autocast would compute their products in half precision."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 def _segments(kernel: Kernel, chunks: Chunks) -> Iterator[tuple[slice, Chunks]]:
@@ -83,32 +89,37 @@ class _Recurrence(torch.autograd.Function):
                 "a second derivative through a recurrent layer over a cut sequence is not supported; call backward() "
                 "or autograd.grad() without create_graph=True"
             )
-        grad_outputs, grad_last = gradients
-        values, states, *others = ctx.saved_tensors
-        kept, inputs = others[: ctx.num_kept] or None, others[ctx.num_kept :]
-        kernel, chain, segments = ctx.kernel, ctx.chain, list(_segments(ctx.kernel, ctx.chunks))
-        by_outputs = [
-            kernel.adjoint(kept and kept[i], _take(inputs, where), grad_outputs[where], part)
-            for i, (where, part) in enumerate(segments)
-        ]
-        arriving, grad_initial = _scan_backward(
-            chain, Transitions(values, ctx.is_matrix), torch.cat(by_outputs), grad_last
+        with _no_autocast(gradients[0]):
+            return _differentiate_all(ctx, *gradients)
+
+
+def _differentiate_all(ctx: Any, grad_outputs: Tensor, grad_last: Tensor) -> tuple[Any, ...]:
+    """Gradients of what `_Recurrence.forward` was given."""
+    values, states, *others = ctx.saved_tensors
+    kept, inputs = others[: ctx.num_kept] or None, others[ctx.num_kept :]
+    kernel, chain, segments = ctx.kernel, ctx.chain, list(_segments(ctx.kernel, ctx.chunks))
+    by_outputs = [
+        kernel.adjoint(kept and kept[i], _take(inputs, where), grad_outputs[where], part)
+        for i, (where, part) in enumerate(segments)
+    ]
+    arriving, grad_initial = _scan_backward(
+        chain, Transitions(values, ctx.is_matrix), torch.cat(by_outputs), grad_last
+    )
+    found = [
+        _differentiate(
+            kernel, _take(inputs, where), part, states[where], grad_outputs[where], arriving[where]
         )
-        found = [
-            _differentiate(
-                kernel, _take(inputs, where), part, states[where], grad_outputs[where], arriving[where]
-            )
-            for where, part in segments
-        ]
-        whole = [
-            sum(pieces[1:], pieces[0]) if x.shape[0] == 1 else torch.cat(pieces)
-            for x, pieces in zip(inputs, zip(*found, strict=True), strict=True)
-        ]
-        if not ctx.has_initial:
-            grad_initial = None
-        elif chain.rank != 0:
-            grad_initial = torch.zeros_like(grad_initial)
-        return None, None, None, grad_initial, *whole
+        for where, part in segments
+    ]
+    whole = [
+        sum(pieces[1:], pieces[0]) if x.shape[0] == 1 else torch.cat(pieces)
+        for x, pieces in zip(inputs, zip(*found, strict=True), strict=True)
+    ]
+    if not ctx.has_initial:
+        grad_initial = None
+    elif chain.rank != 0:
+        grad_initial = torch.zeros_like(grad_initial)
+    return None, None, None, grad_initial, *whole
 
 
 def _differentiate(

@@ -15,7 +15,8 @@ Pitfall: tokens are in order, rank after rank. Attention's balanced layouts deal
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -226,6 +227,9 @@ class RecurrentParallel:
     ) -> Tensor:
         """A causal convolution of each channel: x (batch, channels, tokens), weight (channels, width)."""
         self._check_tokens("causal_conv1d", x, 2)
+        if torch.compiler.is_compiling():
+            run_eagerly = cast(Callable[..., Tensor], torch.compiler.disable(convolve))
+            return run_eagerly(self.chain, x, weight, bias, activation)
         return convolve(self.chain, x, weight, bias, activation)
 
     def _run(
@@ -236,6 +240,20 @@ class RecurrentParallel:
         initial: Tensor | None,
         final: bool,
         dim: int = 1,
+    ) -> Result:
+        if torch.compiler.is_compiling():  # the graph ends here and goes on after the call
+            run_eagerly = cast(Callable[..., Result], torch.compiler.disable(self._run_eagerly))
+            return run_eagerly(kernel, inputs, dtype, initial, final, dim)
+        return self._run_eagerly(kernel, inputs, dtype, initial, final, dim)
+
+    def _run_eagerly(
+        self,
+        kernel: Kernel,
+        inputs: list[Tensor],
+        dtype: torch.dtype,
+        initial: Tensor | None,
+        final: bool,
+        dim: int,
     ) -> Result:
         self._check_tokens(kernel.name, inputs[0], dim)
         wide = torch.float64 if any(x.dtype is torch.float64 for x in inputs) else torch.float32
