@@ -61,12 +61,13 @@ def planned_and_recorded(ranks: int, layer: str, seq_len: int, documents, exchan
     given, dim = draw(layer, seq_len), token_dim(layer)
     given.pop("initial")
     parts = [x if name in WHOLE else rp.shard(x, dim) for name, x in given.items()]
+    call = {
+        "delta": rp.gated_delta_rule,
+        "linear_diagonal": rp.linear_attention,
+        "selective": rp.selective_scan,
+    }
+    call[layer](*parts)  # the first call also agrees on its arguments
     with record_comm() as log:
-        call = {
-            "delta": rp.gated_delta_rule,
-            "linear_diagonal": rp.linear_attention,
-            "selective": rp.selective_scan,
-        }
         call[layer](*parts).sum().backward()
     (stats,) = rp.stats()
     assert f"rank {rp.rank}: sends {stats.sent[rp.rank]} bytes" in rp.explain()
@@ -88,6 +89,19 @@ def test_bytes_are_those_of_the_plan_and_do_not_grow_with_the_length(pool, layer
         pool.run(planned_and_recorded, 4, layer, 3, [1, 1, 1], "auto", ranks=4),
     ):
         assert pairs == [(0, 0)] * 4
+
+
+def called_differently(ranks: int) -> str:
+    rp = RecurrentParallel(cpu_mesh(ranks), seq_len=6)
+    tokens = 3 if rp.rank == 0 else 2
+    with pytest.raises(LongmeshError) as caught:
+        rp.causal_conv1d(torch.randn(1, 1, tokens), torch.ones(1, 2))
+    return str(caught.value)
+
+
+def test_a_call_that_is_wrong_on_one_rank_raises_on_all(pool):
+    for text in pool.run(called_differently, 2, ranks=2):
+        assert "dim 2 has 2 tokens and this rank 3" in text
 
 
 def refusals(ranks: int) -> list[str]:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.comm import comm_of
+from longmesh.comm.agree import agree
 from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain
 from longmesh.recurrent.chunks import Chunks, chunks_of
@@ -35,9 +36,20 @@ from longmesh.recurrent.kernel.diagonal import DiagonalScan
 from longmesh.recurrent.kernel.form import Kernel
 from longmesh.recurrent.kernel.linear import LinearAttention
 from longmesh.recurrent.kernel.selective import SelectiveScan
-from longmesh.recurrent.plan import RecurrentPlan, documents_of_positions, plan_recurrent
+from longmesh.recurrent.plan import RecurrentPlan, Starts, documents_of_positions, plan_recurrent
 
 Result = Tensor | tuple[Tensor, Tensor]
+
+
+class LayerCall(NamedTuple):
+    """What every rank passes alike to a layer."""
+
+    layer: str
+    seq_len: int
+    starts: Starts
+    sizes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    others: tuple[object, ...]
 
 
 class RecurrentParallel:
@@ -85,6 +97,7 @@ class RecurrentParallel:
         )
         scheme = None if exchange == "auto" else exchange
         self._sizes: dict[str, tuple[int, int]] = {}
+        self._has_agreed = False
         self.chain = Chain(self.plan, self.rank, None, (0,), scheme)
         if comm is not None:
             group = comm.group((0,))
@@ -116,7 +129,7 @@ class RecurrentParallel:
 
     def unshard(self, tensor: Tensor, dim: int) -> Tensor:
         """The whole tensor from every rank's part. Collective; its gradient is this rank's part of the whole's."""
-        self._check_tokens("unshard", tensor, dim)
+        self._enter("unshard", [tensor], dim % tensor.ndim, ())
         return gather_tokens(self.chain, tensor, dim)
 
     # -- seeing ----------------------------------------------------------------------------------
@@ -226,7 +239,7 @@ class RecurrentParallel:
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
     ) -> Tensor:
         """A causal convolution of each channel: x (batch, channels, tokens), weight (channels, width)."""
-        self._check_tokens("causal_conv1d", x, 2)
+        self._enter("causal_conv1d", [x], 2, (weight.shape[-1], bias is not None))
         if torch.compiler.is_compiling():
             run_eagerly = cast(Callable[..., Tensor], torch.compiler.disable(convolve))
             return run_eagerly(self.chain, x, weight, bias, activation)
@@ -255,7 +268,7 @@ class RecurrentParallel:
         final: bool,
         dim: int,
     ) -> Result:
-        self._check_tokens(kernel.name, inputs[0], dim)
+        self._enter(kernel.name, inputs, dim, (initial is not None, final))
         wide = torch.float64 if any(x.dtype is torch.float64 for x in inputs) else torch.float32
         inputs = [x.to(wide) for x in inputs]
         chunks = self._chunks(kernel.chunk, wide, inputs[0].device)
@@ -269,6 +282,22 @@ class RecurrentParallel:
 
     def _chunks(self, size: int, dtype: torch.dtype, device: torch.device) -> Chunks:
         return chunks_of(self.plan, self.rank, size, dtype=dtype, device=device)
+
+    def _enter(self, what: str, inputs: list[Tensor], dim: int, others: tuple[object, ...]) -> None:
+        """Raise if the call is wrong; at the first one, on every rank if it is wrong or another on any. Collective."""
+        error = None
+        try:
+            self._check_tokens(what, inputs[0], dim)
+        except LongmeshError as found:
+            error = found
+        group = self.chain.group
+        if group is not None and group.size > 1 and not self._has_agreed:
+            self._has_agreed = True
+            sizes = tuple(tuple(n for d, n in enumerate(x.shape) if d != dim) for x in inputs[:1])
+            call = LayerCall(what, self.plan.seq_len, self.plan.starts, sizes, inputs[0].dtype, others)
+            agree(what, call, error, group, inputs[0].device.type)
+        if error is not None:
+            raise error
 
     def _check_tokens(self, what: str, tensor: Tensor, dim: int) -> None:
         if tensor.shape[dim] != self.num_tokens:
