@@ -69,17 +69,20 @@ class Buffers:
         return num_bytes(self._plan)
 
     def fits(self, state: dict[str, Any]) -> bool:
-        """Whether the kept plan is one for `state`, on this rank."""
+        """Whether the kept plan is one for `state`, on this rank. If something is wrong with it, planning tells all."""
         if self._signature is None:
             return False
-        self._planner.set_up_planner(_plain(state))
+        try:
+            self._planner.set_up_planner(_plain(state))
+        except Exception:
+            return False
         return _signature(self._planner.state_dict) == self._signature
 
     def make_plan(self, state: dict[str, Any], target: Path) -> None:
         """Plan who writes what. Collective: every rank of the world."""
         planner, writer = SavePlanner(), _PlanOnly(target)
         with told_clearly(f"saving {target}"):
-            dcp.save(_plain(state), storage_writer=writer, planner=planner)
+            dcp.save(state, storage_writer=writer, planner=planner)
         self._planner, self._plan = planner, writer.plan
         self._signature = _signature(planner.state_dict)
         self._kept = [None] * len(writer.plan.items)

@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from longmesh.checkpoint.description import read_description
 from longmesh.checkpoint.directory_writer import CHECKSUMS, MARK, METADATA
+from longmesh.checkpoint.generations import list_steps
 from longmesh.checkpoint.inside import find_inside
 from longmesh.checkpoint.pickled import NotPlain
 from longmesh.checkpoint.pieces import Allowed, Part, Refused, check_archive, read_piece
@@ -140,7 +141,15 @@ def read_whole_description(path: Path) -> tuple[Metadata, dict[str, dict[str, in
         ) from error
     except CheckpointError as error:
         if "is missing" in str(error):
-            raise CheckpointError(f"there is no checkpoint at {path}: it has no file {METADATA}") from error
+            steps = list_steps(path)
+            hint = (
+                f"; it has that of step {steps[-1]}: use Directory({str(path)!r}).load_latest"
+                if steps
+                else ""
+            )
+            raise CheckpointError(
+                f"there is no checkpoint at {path}: it has no file {METADATA}{hint}"
+            ) from error
         raise
     checksums = _read_checksums(path, data)
     try:

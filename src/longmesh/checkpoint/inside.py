@@ -19,7 +19,12 @@ def find_inside(root: Path, name: str) -> Path:
         raise CheckpointError(
             f"checkpoint {root} is refused: its index names {name!r}, which is outside of its directory"
         )
-    home, target = root.resolve(), path.resolve()
+    try:
+        home, target = root.resolve(), path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"checkpoint {root} is refused: its file {name!r} can't be followed ({error})"
+        ) from error
     blobs = home.parent.parent / "blobs"
     in_cache = home.parent.name == "snapshots" and target.parent == blobs
     if not (target.is_relative_to(home) or in_cache):
@@ -31,6 +36,10 @@ def find_inside(root: Path, name: str) -> Path:
         mode = target.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"checkpoint {root} is damaged: {name} is missing") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {root} can't be read: {name}: {error.strerror or error}"
+        ) from error
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"checkpoint {root} is refused: {name!r} is no regular file")
     return path

@@ -31,6 +31,10 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _raise(problem: CheckpointError) -> None:
+    raise problem
+
+
 class Directory:
     """Checkpoints of one run, by step: the last `keep`, and those whose step `keep_every` divides.
 
@@ -68,6 +72,8 @@ class Directory:
             if value < least:
                 raise LongmeshError(f"Directory({name}={value}): give {least} or more")
         self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise LongmeshError(f"{self.path} is a file; give the path of a directory")
         self._keep, self._keep_every, self._max_failures = keep, keep_every, max_failures
         self._check_finite, self._tell_line = check_finite, tell
         self._world = World()
@@ -137,16 +143,27 @@ class Directory:
         self._finish()
         problem = self._begin(target)
         failed, stale = self._world.count([problem is not None, not self._buffers.fits(state_dict)])
-        if not failed and stale:
-            self._buffers.make_plan(state_dict, target)
+        self._step, self._committing = step, False
         if failed:
-            self._step = step
             self._fail(problem)
             return
-        pieces, buffers = self._buffers.copy(), self._buffers
-        rank, check = self._world.rank, self._check_finite
-        self._step, self._committing = step, False
-        self._job = Job(lambda: write_part(target, rank, buffers.prefix, pieces, buffers.num_bytes, check))
+        try:
+            if stale:
+                self._buffers.make_plan(state_dict, target)
+        except CheckpointError:  # on every rank: the state is no state to save
+            self._drop_staged()
+            raise
+        self._job = Job(self._prepare_write(target))
+
+    def _prepare_write(self, target: Path) -> Callable[[], None]:
+        """Copy the state; what writes the copy. An error of one rank waits until all are told of it."""
+        buffers, rank, check = self._buffers, self._world.rank, self._check_finite
+        try:
+            pieces = buffers.copy()
+        except Exception as error:
+            problem = CheckpointError(f"{target} could not be written: {type(error).__name__}: {error}")
+            return lambda: _raise(problem)
+        return lambda: write_part(target, rank, buffers.prefix, pieces, buffers.num_bytes, check)
 
     def poll(self) -> None:
         """Take a save that is under way further, without waiting for it. Once a step, on every rank."""
@@ -232,10 +249,8 @@ class Directory:
         assert self._step is not None
         problems = self._world.gather(problem or "")
         text = next(text for text in problems if text)
-        if self._world.rank == 0:
-            with contextlib.suppress(OSError):  # what has failed may fail again; the next run removes it
-                remove(staging_path(generation_path(self.path, self._step)))
-        self._step, self._failures, self._last_problem = None, self._failures + 1, text
+        self._drop_staged()
+        self._failures, self._last_problem = self._failures + 1, text
         if self._failures >= self._max_failures:
             count = (
                 f"{self._failures} saves in a row have failed"
@@ -244,6 +259,14 @@ class Directory:
             )
             raise CheckpointError(f"{text}\n{count}; {self._describe_latest()}")
         self._tell(f"{text}; {self._describe_latest()}, and the run goes on")
+
+    def _drop_staged(self) -> None:
+        """Give up the save that is under way, and what was written of it."""
+        assert self._step is not None
+        if self._world.rank == 0:
+            with contextlib.suppress(OSError):  # what has failed may fail again; the next run removes it
+                remove(staging_path(generation_path(self.path, self._step)))
+        self._step = None
 
     def _describe_latest(self) -> str:
         steps = [step for step in self.steps() if step not in self._damaged]

@@ -36,8 +36,9 @@ class StepNumbers(NamedTuple):
 
 def gradient_norms(model: nn.Module) -> Tensor:
     """The norm of each of this rank's own gradients, before they are summed over ranks."""
-    grads = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    return torch.stack(_norms(grads)).float()
+    parameters = list(model.parameters())
+    none = torch.zeros((), device=parameters[0].device)
+    return torch.stack(_norms([none if p.grad is None else local_part(p.grad) for p in parameters])).float()
 
 
 def agree_on_bad(loss: Tensor, total_norm: Tensor, axes: Axes) -> Tensor:

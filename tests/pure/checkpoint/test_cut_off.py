@@ -12,13 +12,23 @@ SCRIPT = textwrap.dedent("""
     import os, sys, torch
     from pathlib import Path
     from longmesh.checkpoint import replace
-    from longmesh.checkpoint import load, load_safetensors, save, save_safetensors
+    from longmesh.checkpoint import Directory, load, load_safetensors, save, save_safetensors
 
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
     WATCHED = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.scandir",
                "os.listdir", "shutil.rmtree", "ctypes.dlopen", "ctypes.dlsym")
+
+    def save_next(state, path):
+        directory = Directory(path, keep=1)
+        directory.save(state, (directory.latest() or 0) + 1)
+        directory.flush()
+
+    def load_latest(state, path):
+        Directory(path).load_latest(state)
+
     KINDS = {
+        "generations": (save_next, load_latest, "run", {}),
         "torch": (save, load, "run", {}),
         "directory": (save_safetensors, load_safetensors, "run", {"max_file_bytes": 40}),
         "file": (save_safetensors, load_safetensors, "m.safetensors", {}),
@@ -43,7 +53,7 @@ SCRIPT = textwrap.dedent("""
         path = root / kind / name
         write(state(1.0), path, **options)
         old = new = 0
-        for step in range(1, 500):
+        for step in range(1, 500, 2 if kind == "generations" else 1):  # it takes many more
             child = os.fork()
             if child == 0:
                 die_at(step)
@@ -68,7 +78,13 @@ def test_killed_at_every_step(tmp_path):
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    names = {"torch": ["run"], "directory": ["run"], "file": ["m.safetensors"], "by renames": ["run"]}
+    names = {
+        "generations": ["run"],
+        "torch": ["run"],
+        "directory": ["run"],
+        "file": ["m.safetensors"],
+        "by renames": ["run"],
+    }
     for line in done.stdout.splitlines():
         kind, old, new, *left = line.split(",")
         assert int(old) >= 4, "deaths before the replacement leave the old one"

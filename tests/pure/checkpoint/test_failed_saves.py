@@ -13,7 +13,7 @@ import torch
 
 from longmesh.checkpoint import background, keeping
 from longmesh.checkpoint.generations import generation_path
-from longmesh.errors import CheckpointError
+from longmesh.errors import CheckpointError, LongmeshError
 from support.generations import failing, loaded, opened, save_all, state
 
 
@@ -98,9 +98,23 @@ def test_a_directory_that_vanishes_is_told_and_not_made_again(tmp_path):
 
 def test_a_path_that_is_a_file_is_told(tmp_path):
     (tmp_path / "run").write_text("x")
-    directory, _ = opened(tmp_path / "run", max_failures=1)
-    with pytest.raises(CheckpointError, match="could not be written: File exists"):
+    with pytest.raises(LongmeshError, match="run is a file; give the path of a directory"):
+        opened(tmp_path / "run")
+    directory, _ = opened(tmp_path / "run" / "inner", max_failures=1)
+    with pytest.raises(CheckpointError, match="inner/step-00000001 could not be written: Not a directory"):
         directory.save(state(1), 1)
+
+
+def test_what_can_not_be_copied_is_a_failed_save(tmp_path):
+    directory, lines = opened(tmp_path / "run")
+    save_all(directory, [1])
+    directory.save(state(2) | {"made": lambda: None}, 2)
+    with pytest.raises(CheckpointError, match=r"step-00000002 could not be written: \w+Error: .*lambda"):
+        directory.flush()
+    assert len(lines) == 1
+    assert os.listdir(tmp_path / "run") == ["step-00000001"]
+    save_all(directory, [3])
+    assert loaded(directory) == (3, 3.0)
 
 
 def test_one_that_can_not_be_removed_is_told_and_the_save_counts(tmp_path, monkeypatch):
@@ -152,7 +166,7 @@ def test_every_element_type_is_looked_through():
 FULL_DISK = textwrap.dedent("""
     import os, shutil, sys, torch
     from longmesh.checkpoint import Directory, save, save_safetensors
-    from longmesh.errors import CheckpointError
+    from longmesh.errors import CheckpointError, LongmeshError
 
     torch.set_num_threads(1)
     root = sys.argv[1]

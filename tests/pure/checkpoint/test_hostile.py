@@ -260,6 +260,14 @@ def test_files_outside_of_the_directory_are_refused(tmp_path, by_torch, kind):
         assert found["w"].sum() == 66
 
 
+def test_links_that_go_round_are_told(tmp_path):
+    save_one(tmp_path / "run")
+    (tmp_path / "run" / ".metadata").unlink()
+    (tmp_path / "run" / ".metadata").symlink_to(".metadata")
+    with pytest.raises(CheckpointError, match=r"'.metadata' can't be followed|can't be read: .metadata"):
+        load(state(), tmp_path / "run")
+
+
 def test_a_link_to_a_whole_checkpoint_is_followed(tmp_path):
     save_one(tmp_path / "step-1")
     (tmp_path / "latest").symlink_to("step-1")

@@ -295,3 +295,7 @@ def test_one_generation_loads_with_plain_load(tmp_path):
     load(found, directory.step_path(4))
     assert found["w"].sum() == 48
     assert isinstance(directory.step_path(4), Path)
+    with pytest.raises(
+        CheckpointError, match=r"it has no file .metadata; it has that of step 4: use Directory\('.*run"
+    ):
+        load(found, tmp_path / "run")
