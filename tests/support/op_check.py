@@ -20,7 +20,7 @@ from longmesh import DTensor
 from longmesh.spec import Layout
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.tree import map_tensors
-from longmesh.testing import cpu_mesh
+from longmesh.testing.mesh import world_mesh
 from support.layouts import random_layout
 from support.simulate import make_locals
 
@@ -44,7 +44,7 @@ def compare_op(
     `partials` for floating tensors. An op that falls back to replication counts as a difference unless
     `may_replicate`. Collective: every rank of the mesh. A mesh takes the first ranks of the world.
     """
-    mesh = cpu_mesh(*mesh_shape)
+    mesh = world_mesh(*mesh_shape)
     rng = random.Random(seed)
     shape = Layout.replicated(mesh).mesh
     found = []
@@ -67,7 +67,7 @@ def distribute(whole, mesh, layout, seed=0):
     """`whole` laid out as `layout`, without communication; pending terms are random and add up to it."""
     generator = torch.Generator().manual_seed(seed)
     local = make_locals(whole.detach(), layout, generator)[tuple(mesh.get_coordinate())]
-    return DTensor(local, mesh, layout, whole.shape, whole.stride())
+    return DTensor(local.to(mesh.device_type), mesh, layout, whole.shape, whole.stride())
 
 
 def _adds(tensor):
@@ -143,7 +143,7 @@ def _differences(kind, results, expected, tolerance):
             local = got._layout.local_shape(got.shape, tuple(got._mesh.get_coordinate()))
             if tuple(got._local_tensor.shape) != tuple(local):
                 return f"{name} has a local part of {tuple(got._local_tensor.shape)}, its layout says {local}"
-        whole = got.full_tensor() if isinstance(got, DTensor) else got
+        whole = (got.full_tensor() if isinstance(got, DTensor) else got).cpu()
         if not torch.allclose(whole, want.detach(), rtol=tolerance, atol=tolerance, equal_nan=True):
             worst = (
                 (whole.to(torch.complex128) - want.detach().to(torch.complex128)).abs().nan_to_num(9e9).max()

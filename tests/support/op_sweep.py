@@ -13,7 +13,7 @@ from longmesh import DTensor, Layout
 from longmesh.errors import LongmeshError
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.tree import map_tensors
-from longmesh.testing import cpu_mesh
+from longmesh.testing.mesh import world_mesh
 from support.layouts import random_layout
 from support.op_check import distribute
 
@@ -59,7 +59,7 @@ def sweep_op(name, max_samples, grad, mesh_shape=(3,), seed=""):
     says what to do instead, else what went wrong; with `grad` only samples that plain torch differentiates. None: not
     deterministic. Collective: every rank with the same arguments."""
     op = OPS[name]
-    mesh = cpu_mesh(*mesh_shape)
+    mesh = world_mesh(*mesh_shape)
     rng = random.Random(name + seed)
     torch.manual_seed(0)
     if grad and not op.supports_autograd:
@@ -97,7 +97,7 @@ def _check_sample(op, packed, expected, gradients, mesh, rng, seed):
 
     def lay(tensor):
         if op.name in PLAIN_INDICES and not tensor.is_floating_point():
-            return tensor
+            return tensor.to(mesh.device_type)
         adds = tensor.is_floating_point() or tensor.is_complex()
         pending = ("sum",) if adds and op.name not in EXACT else ()
         layouts.append(random_layout(rng, shape, tensor.ndim, pending))
@@ -111,7 +111,7 @@ def _check_sample(op, packed, expected, gradients, mesh, rng, seed):
         warnings.simplefilter("always")
         try:
             results = _run(op, parts)
-            wholes = [r.detach().full_tensor() if isinstance(r, DTensor) else r for r in results]
+            wholes = [_whole(r) for r in results]
             if gradients:
                 text = _check_gradients(gradients, parts, results)
                 if text:
@@ -126,6 +126,13 @@ def _check_sample(op, packed, expected, gradients, mesh, rng, seed):
         )
     replicated = [str(w.message).split(" has no")[0] for w in caught if "no sharding rule" in str(w.message)]
     return f"replicated {', '.join(replicated)}" if replicated else ""
+
+
+def _whole(result):
+    """A result as a plain CPU tensor, or the number that it is."""
+    if isinstance(result, DTensor):
+        result = result.detach().full_tensor()
+    return result.cpu() if isinstance(result, torch.Tensor) else result
 
 
 def _gradients(op, packed):
@@ -151,7 +158,7 @@ def _check_gradients(gradients, parts, results):
             if (w is None) != (g is None) and bool((w if g is None else g.full_tensor()).any()):
                 return f"gradient {number} is missing"
             continue
-        whole = g.full_tensor() if isinstance(g, DTensor) else g
+        whole = _whole(g)
         if not _close(whole, w):
             return f"gradient {number} differs by {(whole - w).abs().nan_to_num(9e9).max():.3g}"
     return None
@@ -168,8 +175,8 @@ def _total(tensor):
     weights = torch.linspace(0.5, 1.5, max(tensor.numel(), 1))[: tensor.numel()].view(tensor.shape)
     if isinstance(tensor, DTensor):
         whole = Layout.replicated(tensor._mesh)
-        weights = DTensor(weights, tensor._mesh, whole, weights.shape, weights.stride())
-    product = tensor * weights
+        weights = DTensor(weights.to(tensor.device), tensor._mesh, whole, weights.shape, weights.stride())
+    product = tensor * weights.to(tensor.device)
     return product.abs().sum() if product.is_complex() else product.sum()
 
 

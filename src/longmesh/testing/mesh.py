@@ -7,6 +7,7 @@ changes during its life, so a mesh can be kept per (shape, names).
 
 from functools import cache
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
@@ -22,3 +23,13 @@ def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     2
     """
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@cache
+def world_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """The same on the device of the current run: `pool.run(fn, device=)`.
+
+    >>> world_mesh(2).device_type
+    'cpu'
+    """
+    return init_device_mesh("cpu" if dist.get_backend() == "gloo" else "sim", shape, mesh_dim_names=names)

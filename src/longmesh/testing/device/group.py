@@ -28,14 +28,13 @@ _TYPES = frozenset(
      torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128)
 )  # fmt: skip
 _MESSAGES = ("send", "recv_", "recv_any_source_")
-_REDUCTIONS = (
-    "allreduce_",
-    "all_reduce",
-    "all_reduce_",
-    "_reduce_scatter_base_",
-    "reduce_scatter_tensor",
-    "reduce_",
-)
+_OWN_SIZES = (
+    "alltoall_base_",
+    "alltoall_",
+    "all_to_all_single",
+    "gather_",
+    "scatter_",
+)  # differ from rank to rank
 
 
 class _Carrier:
@@ -136,8 +135,8 @@ def _check(name: str, args: tuple[Any, ...], tensors: list[Tensor], carrier: _Ca
                 "one that all its ranks are in"
             )
         return
-    sizes = "" if "alltoall" in name or "all_to_all" in name else [tuple(t.shape) for t in tensors]
-    carrier.check_order(f"{name} {sizes} {[t.dtype for t in tensors]}")
+    sizes = "" if name in _OWN_SIZES else [tuple(t.shape) for t in tensors]
+    carrier.check_order(f"{name} {sizes} {tensors[0].dtype if tensors else ''}")
     carrier.is_warm = True
 
 

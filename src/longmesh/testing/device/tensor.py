@@ -51,6 +51,15 @@ class SimTensor(Tensor):
         super().__init__()
 
     @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: SimTensor) -> None:
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.held = other.held
+
+    @property
     def is_hollow(self) -> bool:
         """Whether it has no values."""
         return self.held.is_meta
@@ -68,6 +77,10 @@ class SimTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(not issubclass(cls, kind) for kind in types):
+            return (
+                NotImplemented  # a DTensor among them: it is asked next, as it would be beside a GPU's tensor
+            )
         return run_op(func, args, kwargs or {})
 
 
@@ -125,7 +138,7 @@ def _outside(out: Any, own: dict[int, SimTensor]) -> Any:
     flat, tree = tree_flatten(out)
     for t in flat:
         if isinstance(t, Tensor) and id(t) in own and t.shape != own[id(t)].shape:
-            raise NotImplementedError("a tensor of the made-up device cannot be resized in place")
+            own[id(t)].data = SimTensor(t)  # it was resized
     wrapped = [
         (own[id(t)] if id(t) in own else SimTensor(t))
         if isinstance(t, Tensor) and type(t) is not SimTensor

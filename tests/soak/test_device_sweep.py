@@ -1,0 +1,43 @@
+"""All masks x layouts x exchanges x options x dtypes of attention on the made-up device, and every op of `op_db`."""
+
+import itertools
+
+import pytest
+import torch
+from ranks.test_device_programs import NAMES, sweep
+
+from support.device_attention import EXCHANGES, LAYOUTS, MASKS, OPTIONS, Case, run_hollow, run_valued
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def run_all(cases: list[Case], num_ranks: int) -> int:
+    for case in cases:
+        run_valued(case, num_ranks)
+    return len(cases)
+
+
+def run_everywhere(cases: list[Case], num_ranks: int) -> int:
+    for case, rank in itertools.product(cases, range(num_ranks)):
+        run_hollow(case, rank, num_ranks)
+    return len(cases)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_values_on_four_ranks(pool, mask, layout):
+    choices = itertools.product(EXCHANGES, DTYPES, OPTIONS)
+    cases = [Case(mask, layout, exchange, dtype, option) for exchange, dtype, option in choices]
+    assert pool.run(run_all, cases, 4, ranks=4, device="sim", timeout=900) == [len(cases)] * 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_as_every_rank_of_eight(pool, mask, layout):
+    cases = [Case(mask, layout, exchange, options=option) for exchange in EXCHANGES for option in OPTIONS]
+    assert pool.run(run_everywhere, cases, 8, ranks=1, device="fake", timeout=900) == [len(cases)]
+
+
+@pytest.mark.parametrize("part", range(12))
+def test_every_op(pool, part):
+    assert pool.run(sweep, NAMES[part::12], ranks=2, device="sim", timeout=900) == [{}] * 2
