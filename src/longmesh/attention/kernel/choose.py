@@ -15,7 +15,8 @@ from torch import Tensor
 
 from longmesh.attention.kernel.base import Kernel, Need, Score
 from longmesh.attention.kernel.cpu_flash import CpuFlash
-from longmesh.attention.kernel.cuda_sdpa import CudaCudnn, CudaEfficient, CudaFlash
+from longmesh.attention.kernel.cuda_flash import CudaFlash
+from longmesh.attention.kernel.cuda_sdpa import CudaCudnn, CudaEfficient
 from longmesh.attention.kernel.flex import Flex
 from longmesh.attention.kernel.math import Math
 from longmesh.attention.mask.block import Block

@@ -17,7 +17,7 @@ from longmesh._torch import private_op
 from longmesh.attention.kernel.base import Need
 from longmesh.attention.kernel.lower import Tiling
 from longmesh.attention.kernel.merge import accumulate_dtype
-from longmesh.attention.kernel.tiled import Shape, TiledKernel
+from longmesh.attention.kernel.tiled import Shape, TiledKernel, refuses_scores
 
 _flash = private_op("_scaled_dot_product_flash_attention_for_cpu.default", "the fused kernel on CPUs")
 _flash_backward = private_op(
@@ -37,7 +37,7 @@ class CpuFlash(TiledKernel):
             return f"runs on cpu, not on {need.device}"
         if not need.dtype.is_floating_point or need.dtype.itemsize < 2:
             return f"takes fp64, fp32, bf16 and fp16, not {need.dtype}"
-        return self.refuses_scores(need)
+        return refuses_scores(need)
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return accumulate_dtype(dtype)

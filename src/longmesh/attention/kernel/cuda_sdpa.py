@@ -1,13 +1,10 @@
-"""The CUDA kernels of torch: flash, memory-efficient, cuDNN. NEVER RUN where this was written.
+"""Two CUDA kernels of torch: memory-efficient and cuDNN. NEVER RUN on a GPU where this was written.
 
 Shapes: N tiles of a call, X heads with the batch folded in, L and M rows and keys of a tile, D head dim.
 
-There was no GPU: each call is checked against the op's schema and fake kernel only. What their
-documentation and sources say, and the code relies on:
-- flash takes bands itself, as windows aligned to the *bottom right* corner; (N, L, X, D) layout;
-  head dims that are multiples of 8; shares key/value heads among query heads; no mask tensor;
-- efficient and cuDNN align causal to the top left and take a mask tensor, whose rows must be
-  aligned; efficient has one key/value head per query head, and pads lse to multiples of 32 rows.
+There was no GPU: they run for values on a made-up device, whose ops are stand-ins by their documented contract: causal
+is aligned at the top left, the rows of a mask tensor must be aligned; efficient has one key/value head per query head,
+and pads lse to multiples of 32 rows. What a row that sees no key gives is not promised.
 """
 
 from __future__ import annotations
@@ -19,8 +16,7 @@ from torch.nn import functional as F
 from longmesh._torch import private_op
 from longmesh.attention.kernel.base import Need
 from longmesh.attention.kernel.lower import Tiling
-from longmesh.attention.kernel.tiled import Shape, TiledKernel
-from longmesh.attention.mask.block import UNBOUNDED
+from longmesh.attention.kernel.tiled import Shape, TiledKernel, refuses_scores
 
 _GPU = "the fused kernels on GPUs"
 _flash_forward = private_op("_flash_attention_forward", _GPU)
@@ -29,15 +25,6 @@ _efficient_forward = private_op("_scaled_dot_product_efficient_attention", _GPU)
 _efficient_backward = private_op("_scaled_dot_product_efficient_attention_backward", _GPU)
 _cudnn_forward = private_op("_scaled_dot_product_cudnn_attention", _GPU)
 _cudnn_backward = private_op("_scaled_dot_product_cudnn_attention_backward", _GPU)
-_EVERYTHING = 1 << 40
-_BANDS = Tiling(
-    rows=_EVERYTHING,
-    narrow_rows=_EVERYTHING,
-    bands=(),
-    widest_mask=_EVERYTHING,
-    widest_triangle=_EVERYTHING,
-    small_rows=0,
-)
 _MASKS = Tiling(
     rows=1024,
     narrow_rows=512,
@@ -58,62 +45,12 @@ def _takes_cuda_ops(device: str) -> bool:
     return getattr(torch.get_device_module(device), "stands_in_for", None) == "cuda"
 
 
-def _refuses_device(need: Need, dtypes: tuple[torch.dtype, ...]) -> str | None:
+def refuses_device(need: Need, dtypes: tuple[torch.dtype, ...]) -> str | None:
     if not _takes_cuda_ops(need.device):
         return f"runs on cuda, not on {need.device}"
     if need.dtype not in dtypes:
         return f"takes {', '.join(str(d).removeprefix('torch.') for d in dtypes)}, not {need.dtype}"
     return None
-
-
-class CudaFlash(TiledKernel):
-    """FlashAttention: one call per block, its band as a window."""
-
-    name = "cuda_flash"
-    tiling = backward_tiling = _BANDS
-    takes_bands = True
-    pad_head_dim_to = 8
-
-    def refuses(self, need: Need) -> str | None:
-        why = _refuses_device(need, (torch.bfloat16, torch.float16))
-        if why is None and max(need.head_dim, need.v_head_dim) > 256:
-            why = f"takes head dims up to 256, not {max(need.head_dim, need.v_head_dim)}"
-        if why is None and (need.elementwise or need.bias):
-            why = "has no mask tensor, which a mask_mod or a bias needs"
-        return why or self.refuses_scores(need)
-
-    def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        L, M = q_NXLD.shape[2], k_NXMD.shape[2]
-        q, k, v = (t.transpose(1, 2) for t in (q_NXLD, k_NXMD, v_NXMD))
-        out, lse, *_ = _flash_forward(
-            q, k, v, None, None, L, M, 0.0, False, False, scale=shape.scale, **_window(shape, L, M)
-        )
-        return out.transpose(1, 2), lse
-
-    def differentiate(
-        self, dout_NXLD: Tensor, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, out_NXLD: Tensor, lse_NXL: Tensor,
-        shape: Shape,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        L, M = q_NXLD.shape[2], k_NXMD.shape[2]
-        rows = [t.transpose(1, 2) for t in (dout_NXLD, q_NXLD, k_NXMD, v_NXMD, out_NXLD)]
-        random_state = torch.zeros(2, dtype=torch.uint64, device=q_NXLD.device)  # unread without dropout
-        dq, dk, dv = _flash_backward(
-            *rows, lse_NXL.contiguous(), None, None, L, M, 0.0, False, random_state, random_state[:0],
-            scale=shape.scale, **_window(shape, L, M),
-        )  # fmt: skip
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def _window(shape: Shape, rows: int, keys: int) -> dict[str, int | None]:
-    """The band as distances from the diagonal that ends in the bottom right corner; None: unbounded.
-
-    A trimmed tile's first row sees its first key and its last row its last key, so neither is negative.
-    """
-    corner = keys - rows
-    return {
-        "window_size_left": None if shape.lo == -UNBOUNDED else corner - shape.lo,
-        "window_size_right": None if shape.hi == UNBOUNDED else shape.hi - corner,
-    }
 
 
 class CudaEfficient(TiledKernel):
@@ -124,8 +61,8 @@ class CudaEfficient(TiledKernel):
     pad_head_dim_to = 8
 
     def refuses(self, need: Need) -> str | None:
-        why = _refuses_device(need, (torch.float32, torch.bfloat16, torch.float16))
-        return why or self.refuses_scores(need)
+        why = refuses_device(need, (torch.float32, torch.bfloat16, torch.float16))
+        return why or refuses_scores(need)
 
     def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
         k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)
@@ -170,10 +107,10 @@ class CudaCudnn(TiledKernel):
     pad_head_dim_to = 8
 
     def refuses(self, need: Need) -> str | None:
-        why = _refuses_device(need, (torch.bfloat16, torch.float16))
+        why = refuses_device(need, (torch.bfloat16, torch.float16))
         if why is None and max(need.head_dim, need.v_head_dim) > 128:
             why = f"takes head dims up to 128, not {max(need.head_dim, need.v_head_dim)}"
-        return why or self.refuses_scores(need)
+        return why or refuses_scores(need)
 
     def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
         k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)

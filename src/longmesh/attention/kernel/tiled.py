@@ -37,11 +37,9 @@ from longmesh.attention.mask.block import Block
 
 
 class Shape(NamedTuple):
-    """How one fused call is masked: causal (top left aligned), or by a band, or by a mask tensor, or not."""
+    """How one fused call is masked: causal (top left aligned), or by a mask tensor, or not."""
 
     causal: bool
-    lo: int
-    hi: int
     mask: Tensor | None  # (N or 1, X or 1, L, M), additive
     scale: float
 
@@ -51,7 +49,6 @@ class TiledKernel(Kernel):
 
     tiling: Tiling
     backward_tiling: Tiling
-    takes_bands: bool = False  # whether `attend` masks by lo and hi itself
     pad_head_dim_to: int = 1
 
     @abstractmethod
@@ -68,16 +65,6 @@ class TiledKernel(Kernel):
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def refuses_scores(self, need: Need) -> str | None:
-        """Why no fused kernel can make these scores; None if it can."""
-        if need.score_mod:
-            return "has no score_mod"
-        if need.dropout:
-            return "has no dropout that is independent of the layout"
-        if need.bias_grad:
-            return "has no gradient for a bias"
-        return None
-
     def forward(self, work: Work, state: Partial | None = None) -> Partial:
         q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         B, H, S, D = q_BHSD.shape
@@ -85,10 +72,10 @@ class TiledKernel(Kernel):
         if q_BHSD.numel() == 0:
             return empty_partial(q_BHSD, E) if state is None else state
         q, k, v = self._operands(q_BHSD, k_BGKD, v_BGKE)
-        factor, scale = _safe_scale(score.scale_for(D))
+        factor, scale = safe_scale(score.scale_for(D))
         q = q if factor == 1.0 else q * factor
         calls = _calls(blocks, score, self.tiling)
-        shapes = _Shapes(score, where, (B, H), q, scale, self.takes_bands)
+        shapes = _Shapes(score, where, (B, H), q, scale)
         whole = fresh and len(calls) == 1 and calls[0].q_starts == (0,) and calls[0].rows == S
         if not whole and state is None:
             state = blank_partial(q_BHSD, E) if num_first(calls) == S else empty_partial(q_BHSD, E)
@@ -117,12 +104,12 @@ class TiledKernel(Kernel):
         B, H, _, D = q_BHSD.shape
         E = v_BGKE.shape[-1]
         q, k, v = self._operands(q_BHSD, k_BGKD, v_BGKE)
-        factor, scale = _safe_scale(score.scale_for(D))
+        factor, scale = safe_scale(score.scale_for(D))
         q = q if factor == 1.0 else q * factor
-        out, dout = (_operand(t, q.shape[-1], q.dtype) for t in (final.out_BHSE, final.dout_BHSE))
+        out, dout = (operand(t, q.shape[-1], q.dtype) for t in (final.out_BHSE, final.dout_BHSE))
         lse_XS = final.lse_BHS.flatten(0, 1)
         dq, dk, dv = (fold_view(g) for g in (gradients.dq_BHSD, gradients.dk_BGKD, gradients.dv_BGKE))
-        shapes = _Shapes(score, where, (B, H), q, scale, self.takes_bands)
+        shapes = _Shapes(score, where, (B, H), q, scale)
         for call in calls:
             rows, keys = _sizes(call)
             dout_t, q_t, out_t, lse_t = (
@@ -139,7 +126,18 @@ class TiledKernel(Kernel):
         """Folded to (X, rows, dim), in the dtype of the kernel, and padded to one head dim."""
         width = max(q_BHSD.shape[-1], v_BGKE.shape[-1])
         width = -(-width // self.pad_head_dim_to) * self.pad_head_dim_to
-        return [_operand(t, width, self.compute_dtype(t.dtype)) for t in (q_BHSD, k_BGKD, v_BGKE)]
+        return [operand(t, width, self.compute_dtype(t.dtype)) for t in (q_BHSD, k_BGKD, v_BGKE)]
+
+
+def refuses_scores(need: Need) -> str | None:
+    """Why no fused kernel can make these scores; None if it can."""
+    if need.score_mod:
+        return "has no score_mod"
+    if need.dropout:
+        return "has no dropout that is independent of the layout"
+    if need.bias_grad:
+        return "has no gradient for a bias"
+    return None
 
 
 def _calls(blocks: Sequence[Block], score: Score, tiling: Tiling) -> tuple[Call, ...]:
@@ -149,13 +147,13 @@ def _calls(blocks: Sequence[Block], score: Score, tiling: Tiling) -> tuple[Call,
     return lower(tuple(blocks), tiling)
 
 
-def _safe_scale(scale: float) -> tuple[float, float]:
+def safe_scale(scale: float) -> tuple[float, float]:
     """What queries are multiplied with, and the scale that is left to the kernel: its causal mode writes -inf before
     it scales, so that one of 0 or less would make NaN or +inf of it."""
     return (1.0, scale) if scale > 0 else (scale, 1.0)
 
 
-def _operand(tensor_BHSD: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+def operand(tensor_BHSD: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     folded = fold_heads(tensor_BHSD.detach()).to(dtype)
     return F.pad(folded, (0, width - folded.shape[-1])) if folded.shape[-1] < width else folded
 
@@ -176,20 +174,19 @@ class _Shapes:
         heads: tuple[int, int],
         like: Tensor,
         scale: float,
-        bands: bool,
     ) -> None:
         self._score, self._where, self._heads, self._like = score, where, heads, like
-        self._scale, self._takes_bands = scale, bands
+        self._scale = scale
         self._masks: dict[tuple, Tensor] = {}
 
     def of(self, call: Call) -> Shape:
-        return Shape(call.causal, call.lo, call.hi, self._mask(call), self._scale)
+        return Shape(call.causal, self._mask(call), self._scale)
 
     def _mask(self, call: Call) -> Tensor | None:
         if call.elementwise:
             mask = additive_mask(call, self._score, self._where, self._heads, self._like)
             return mask.expand(1, -1, call.rows, call.keys)
-        if call.causal or (call.sizes is None and (call.full or self._takes_bands)):
+        if call.causal or (call.sizes is None and call.full):
             return None
         key = call[:4] + (call.sizes,)
         if key not in self._masks:
