@@ -91,21 +91,22 @@ class Buffers:
     def copy(self) -> Pieces:
         """This rank's pieces of the state that was last given, in the kept memory."""
         pieces: Pieces = []
-        on_device = False
+        devices: dict[str, torch.device] = {}
         for number, item in enumerate(self._plan.items):
             data = self._planner.resolve_data(item)
             if isinstance(data, torch.Tensor):
                 kept = self._kept[number]
                 if kept is None:
-                    pinned = data.device.type != "cpu"
+                    pinned = data.device.type in ("cuda", "xpu")  # not every device has memory of that kind
                     kept = torch.empty(data.shape, dtype=data.dtype, pin_memory=pinned)
                     self._kept[number] = kept
-                on_device |= data.device.type != "cpu"
+                devices[data.device.type] = data.device
                 kept.copy_(data.detach(), non_blocking=True)
                 data = kept
             pieces.append((item, data))
-        if on_device:
-            torch.accelerator.synchronize()
+        for device in devices.values():
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize()
         return pieces
 
 

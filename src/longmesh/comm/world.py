@@ -76,4 +76,6 @@ def _device(group: AxisGroup | None) -> torch.device:
     """Where the backend takes small tensors from: the processor if it can."""
     if group is None or group.is_gloo or "cpu" in str(dist.get_backend_config()):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    device = torch.accelerator.current_accelerator()
+    assert device is not None, "a group without a CPU backend has an accelerator"
+    return torch.device(device.type, torch.accelerator.current_device_index())
