@@ -1,16 +1,23 @@
-"""Curves and bars as SVG, for pages that stand alone."""
+"""Curves and bars, drawn by matplotlib as SVG images that a page holds itself: no script and no file beside it.
+
+Matplotlib comes with the extra `plot`. Only what no library draws is drawn by hand here: shard maps, attention plans.
+"""
 
 from __future__ import annotations
 
+import base64
+import importlib
+import importlib.util
+import io
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
-from xml.sax.saxutils import escape
+from html import escape
+from typing import Any, NamedTuple
 
-import numpy as np
+from longmesh.errors import LongmeshError
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 280, 64, 36, 12
 GREY = "#c4c4c4"
+_WIDTH, _HEIGHT, _BAR = 7.2, 2.8, 0.3  # inches
 
 
 class Curve(NamedTuple):
@@ -30,74 +37,60 @@ class BarPart(NamedTuple):
     value: float
 
 
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def draw_curves(curves: Sequence[Curve], *, is_log: bool = False) -> str:
-    """Lines over steps 1, 2, ..., with a legend."""
-    scaled = [[_scale(value, is_log) for value in curve.values] for curve in curves]
-    known = [value for values in scaled for value in values if value is not None] or [0.0]
-    low, high = min(known), max(known)
-    low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
-    steps = max(len(values) for values in scaled)
-    shapes: list[str] = []
-    for mark in np.linspace(low, high, 5).tolist():
-        y = _at(mark, low, high, HEIGHT - BOTTOM, TOP)
-        label = f"{10**mark:.0e}" if is_log else f"{mark:.2f}"
-        shapes.append(
-            f'<path d="M{LEFT} {y:.1f}H{WIDTH - 8}" stroke="#e4e4e4"/>{_text(LEFT - 8, y, label, "end")}'
-        )
-    for step in sorted({1, (steps + 1) // 2, steps}):
-        shapes.append(_text(_at(step, 1, max(steps, 2), LEFT, WIDTH - 8), HEIGHT - BOTTOM + 16, str(step)))
-    for curve, values in zip(curves, scaled, strict=True):
-        points = " ".join(
-            f"{_at(i + 1, 1, max(steps, 2), LEFT, WIDTH - 8):.1f},{_at(value, low, high, HEIGHT - BOTTOM, TOP):.1f}"
-            for i, value in enumerate(values)
-            if value is not None
-        )
-        style = f'fill="none" stroke="{curve.color}" stroke-width="{curve.thickness}"'
-        shapes.append(f'<polyline points="{points}" {style}/>')
-    shapes.append(_legend([(curve.name, curve.color) for curve in curves]))
-    return svg(WIDTH, HEIGHT, shapes)
+    """Lines over steps 1, 2, ..., with a legend, as an `<img>` element."""
+    figure, axes = _make_figure(_HEIGHT)
+    for curve in curves:
+        known = [(i + 1, v) for i, v in enumerate(curve.values) if math.isfinite(v) and (v > 0 or not is_log)]
+        steps, values = zip(*known, strict=True) if known else ((), ())
+        style = {"color": curve.color, "linewidth": curve.thickness, "marker": "." if len(known) == 1 else ""}
+        axes.plot(steps, values, label=curve.name, **style)
+    if is_log and any(line.get_xdata().size for line in axes.get_lines()):
+        axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(color="#e4e4e4")
+    axes.legend(frameon=False)
+    return _to_image(figure, ", ".join(curve.name for curve in curves))
 
 
 def draw_bars(bars: Sequence[tuple[str, Sequence[BarPart]]]) -> str:
-    """One bar under another, all to one scale, each of several parts."""
-    most = max((sum(part.value for part in parts) for _, parts in bars), default=0.0) or 1.0
-    shapes: list[str] = []
-    for number, (name, parts) in enumerate(bars):
-        x, y = float(LEFT), TOP + 26.0 * number
-        shapes.append(_text(LEFT - 8, y + 10, name, "end"))
+    """One bar under another, all to one scale, each of several parts, as an `<img>` element."""
+    figure, axes = _make_figure(1.1 + _BAR * len(bars))
+    named: set[str] = set()
+    for place, (_, parts) in enumerate(bars):
+        left = 0.0
         for part in parts:
-            width = part.value / most * (WIDTH - LEFT - 8)
-            box = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="20"'
-            tip = escape(f"{part.name}: {part.value:,.4g}")
-            shapes.append(f'<rect {box} fill="{part.color}"><title>{tip}</title></rect>')
-            x += width
-    shapes.append(_legend([(part.name, part.color) for part in bars[0][1]] if bars else []))
-    return svg(WIDTH, TOP + 26 * len(bars) + BOTTOM, shapes)
+            label = "_" if part.name in named else part.name
+            axes.barh(place, part.value, left=left, color=part.color, label=label, height=0.8)
+            named.add(part.name)
+            left += part.value
+    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=max(len(named), 1), frameon=False)
+    return _to_image(figure, ", ".join(name for name, _ in bars))
 
 
-def _scale(value: float, is_log: bool) -> float | None:
-    if is_log:
-        return math.log10(value) if value > 0 and math.isfinite(value) else None
-    return value if math.isfinite(value) else None
+def _make_figure(height: float) -> tuple[Any, Any]:
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise LongmeshError("a chart needs matplotlib: pip install 'longmesh[plot]'") from error
+    figure = figures.Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.add_subplot()
 
 
-def _at(value: float, low: float, high: float, start: float, stop: float) -> float:
-    return start + (value - low) / (high - low) * (stop - start)
-
-
-def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" dominant-baseline="central"'
-    return f'<text {place} font-size="12">{escape(text)}</text>'
-
-
-def _legend(entries: Sequence[tuple[str, str]]) -> str:
-    parts = [f'<tspan fill="{color}">&#9632;</tspan> {escape(name)}&#160;&#160;' for name, color in entries]
-    return f'<text x="{LEFT}" y="100%" dy="-6" font-size="12">{"".join(parts)}</text>'
-
-
-def svg(width: float, height: float, shapes: Sequence[str]) -> str:
-    return (
-        f'<svg width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}">'
-        + "".join(shapes)
-        + "</svg>"
-    )
+def _to_image(figure: Any, about: str) -> str:
+    """The figure as an element of a page; the same figures give the same bytes."""
+    matplotlib = importlib.import_module("matplotlib")
+    file = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "longmesh"}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    data = base64.b64encode(file.getvalue()).decode()
+    return f'<img alt="{escape(about)}" src="data:image/svg+xml;base64,{data}">'

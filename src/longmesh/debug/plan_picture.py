@@ -7,7 +7,6 @@ import numpy as np
 from longmesh.attention import AttentionPlan
 from longmesh.attention.mask.slices import HI, K0, K1, LO, Q0, Q1
 from longmesh.attention.plan.schedule import WHO, rows_by_rank
-from longmesh.debug.charts import svg
 from longmesh.debug.palette import piece_color
 
 
@@ -36,7 +35,8 @@ def draw_plan(plan: AttentionPlan, size: float = 480.0) -> str:
         shapes.append(
             f'<polygon points="{points}" fill="{piece_color(first)}"><title>{tip}</title></polygon>'
         )
-    return svg(size + edge, size, shapes)
+    view = f'viewBox="0 0 {size + edge:g} {size:g}"'
+    return f'<svg width="{size + edge:g}" height="{size:g}" {view}>{"".join(shapes)}</svg>'
 
 
 def outline(part: np.ndarray) -> list[tuple[float, float]]:

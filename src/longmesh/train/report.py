@@ -1,6 +1,7 @@
 """What a run leaves for people and for later runs: figures (run.json), a page (report.html) and a few lines.
 
-The page stands alone: no script, no file beside it, nothing from the network.
+The page stands alone: no script, no file beside it, nothing from the network. Its charts need the extra `plot`; without
+it, it has their figures as tables.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from longmesh.attention import AttentionPlan
 from longmesh.comm import collectives, comm_of
-from longmesh.debug.charts import GREY, BarPart, Curve, draw_bars, draw_curves
+from longmesh.debug.charts import GREY, BarPart, Curve, can_draw, draw_bars, draw_curves
 from longmesh.debug.palette import piece_color
 from longmesh.debug.plan_picture import draw_plan
 from longmesh.errors import LongmeshError
@@ -140,15 +141,15 @@ def _figures(summary: Summary, step_tokens: int) -> str:
 def make_page(summary: Summary, baseline: Summary | None, plan: AttentionPlan | None, said: list[str]) -> str:
     """The page as HTML."""
     curves = [Curve(summary.name, piece_color(0), 2, summary.losses)]
-    sections = [("Loss", "by step", draw_curves(curves))]
+    sections = [("Loss", "by step", _curves(curves))]
     if baseline is not None:
         pairs = list(zip(summary.losses, baseline.losses, strict=False))
         curves.insert(0, Curve(baseline.name, GREY, 7, [b for _, b in pairs]))
         gap = Curve("difference", piece_color(1), 2, [abs(a - b) for a, b in pairs])
         equal = "steps that are equal to the last bit are left out"
         sections = [
-            ("Loss", "by step: both runs, one drawn over the other", draw_curves(curves)),
-            ("Difference", f"of the two losses, by step; {equal}", draw_curves([gap], is_log=True)),
+            ("Loss", "by step: both runs, one drawn over the other", _curves(curves)),
+            ("Difference", f"of the two losses, by step; {equal}", _curves([gap], is_log=True)),
         ]
     times = zip(summary.busy_seconds, summary.wait_seconds, strict=True)
     bars = [
@@ -158,7 +159,7 @@ def make_page(summary: Summary, baseline: Summary | None, plan: AttentionPlan | 
         )
         for rank, (busy, waited) in enumerate(times)
     ]
-    sections.append(("Time of each rank", "in seconds, over all steps", draw_bars(bars)))
+    sections.append(("Time of each rank", "in seconds, over all steps", _bars(bars)))
     if plan is not None:
         stats = plan.stats()
         areas = [
@@ -167,12 +168,36 @@ def make_page(summary: Summary, baseline: Summary | None, plan: AttentionPlan | 
         ]
         words = f"<pre>{escape(plan.explain())}</pre>"
         sections += [
-            ("Attention of each rank", "pairs that it computes, last sequence", draw_bars(areas)),
+            ("Attention of each rank", "pairs that it computes, last sequence", _bars(areas)),
             ("The plan", PLAN_LEGEND, draw_plan(plan) + words),
         ]
     body = "".join(f"<h2>{title}</h2><p>{text}</p>{picture}" for title, text, picture in sections)
-    told = "".join(f"<p>{escape(line)}</p>" for line in said)
+    hint = [] if can_draw() else ["Figures as tables: pip install 'longmesh[plot]' brings the charts."]
+    told = "".join(f"<p>{escape(line)}</p>" for line in (*said, *hint))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>longmesh train</title><style>{STYLE}</style>'
         f"<h1>longmesh train</h1>{told}{body}</html>\n"
     )
+
+
+def _curves(curves: list[Curve], *, is_log: bool = False) -> str:
+    if can_draw():
+        return draw_curves(curves, is_log=is_log)
+    length = max(len(curve.values) for curve in curves)
+    rows = [
+        [str(i + 1), *(f"{curve.values[i]:.6g}" if i < len(curve.values) else "" for curve in curves)]
+        for i in range(length)
+    ]
+    return _table(["step", *(curve.name for curve in curves)], rows)
+
+
+def _bars(bars: list[tuple[str, list[BarPart]]]) -> str:
+    if can_draw():
+        return draw_bars(bars)
+    names = [part.name for part in bars[0][1]]
+    return _table(["", *names], [[name, *(f"{part.value:,.4g}" for part in parts)] for name, parts in bars])
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in (head, *rows)]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

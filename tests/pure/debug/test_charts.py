@@ -1,6 +1,8 @@
 """Charts and the picture of a plan: well-formed, and covering what they show."""
 
+import base64
 import re
+import sys
 from xml.dom import minidom
 
 import numpy as np
@@ -10,6 +12,7 @@ from longmesh.attention import masks, plan_attention
 from longmesh.attention.mask.slices import area, make_slices
 from longmesh.debug.charts import BarPart, Curve, draw_bars, draw_curves
 from longmesh.debug.plan_picture import draw_plan, outline
+from longmesh.errors import LongmeshError
 
 
 def plan_of_two(exchange="auto"):
@@ -51,9 +54,38 @@ def test_the_plans_picture_covers_what_is_computed():
     assert "ranks 0 to 1: queries" in split
 
 
+def chart(element):
+    """The SVG that an <img> holds."""
+    (data,) = re.fullmatch(r'<img alt="[^"]*" src="data:image/svg\+xml;base64,([^"]*)">', element).groups()
+    text = base64.b64decode(data).decode()
+    minidom.parseString(text)
+    return text
+
+
+def labels(svg):
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
 def test_odd_charts_are_still_pictures():
-    assert pictures(draw_curves([Curve("one point", "#000000", 1, [2.0])]))
-    assert pictures(draw_curves([Curve("nothing to see", "#000000", 1, [0.0, 0.0])], is_log=True))
-    gap = draw_curves([Curve("a gap", "#000000", 1, [1.0, float("nan"), 3.0])])
-    assert len(re.findall(r'polyline points="([^"]*)"', gap)[0].split()) == 2
-    assert pictures(draw_bars([("rank <0>", [BarPart("idle", "#000000", 0.0)])]))
+    pytest.importorskip("matplotlib", reason="comes with the extra plot")
+    assert chart(draw_curves([Curve("one point", "#000000", 1, [2.0])]))
+    assert "nothing to see" in chart(
+        draw_curves([Curve("nothing to see", "#000000", 1, [0.0, 0.0])], is_log=True)
+    )
+    gap = chart(draw_curves([Curve("a gap", "#123456", 1, [1.0, float("nan"), 3.0])]))
+    (line,) = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #123456', gap)
+    assert line.count("L") == 1
+    assert "rank &lt;0&gt;" in labels(chart(draw_bars([("rank <0>", [BarPart("idle", "#000000", 0.0)])])))
+
+
+def test_marks_of_an_axis_differ():
+    pytest.importorskip("matplotlib", reason="comes with the extra plot")
+    svg = chart(draw_curves([Curve("difference", "#000000", 1, [2.96e-7, 3.04e-7, 3.02e-7])]))
+    marks = [float(text) for text in labels(svg) if re.fullmatch(r"[0-9.]+", text)]
+    assert len(set(marks)) >= 4
+
+
+def test_charts_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(LongmeshError, match=r"a chart needs matplotlib: pip install 'longmesh\[plot\]'"):
+        draw_bars([])

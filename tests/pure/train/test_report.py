@@ -1,5 +1,6 @@
 """The page and what is said at the end."""
 
+import base64
 import json
 import re
 from dataclasses import asdict
@@ -39,10 +40,11 @@ def test_a_difference_is_never_hidden(loss):
 
 
 def pictures(page):
-    found = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    for picture in found:
+    drawn = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    charts = re.findall(r'<img alt="[^"]*" src="data:image/svg\+xml;base64,([^"]*)">', page)
+    for picture in (*drawn, *(base64.b64decode(data) for data in charts)):
         minidom.parseString(picture)
-    return found
+    return [*drawn, *charts]
 
 
 def test_the_page_stands_alone_and_has_every_picture(tmp_path):
@@ -56,6 +58,14 @@ def test_the_page_stands_alone_and_has_every_picture(tmp_path):
     assert "attention over 1000 tokens on 2 ranks: documents(" in page
     assert "http" not in page and "<script" not in page
     assert Summary(**json.loads((tmp_path / "new" / "run.json").read_text())).losses == TWO.losses
+
+
+def test_a_page_without_matplotlib_has_tables(monkeypatch):
+    monkeypatch.setattr("longmesh.train.report.can_draw", lambda: False)
+    page = make_page(TWO, ONE, plan_of_two(), describe(TWO, ONE))
+    assert page.count("<table>") == 4 and len(pictures(page)) == 1  # the plan is drawn by ourselves
+    assert "<tr><td>1</td><td>5.5</td><td>5.5</td></tr>" in page
+    assert "pip install &#x27;longmesh[plot]&#x27; brings the charts" in page
 
 
 def test_a_run_alone_has_a_page_too():
