@@ -1,7 +1,7 @@
 """Registered ops that write to their arguments: what is written reaches the DTensor, wherever the op ran.
 
-An argument that lies as a line of the rule wants is written in place. One that had to be moved is written where it
-was moved to and then brought home.
+An argument in the layout that a line of the rule wants is written in place. One that had to be redistributed first is
+written in that layout, and the result is redistributed back.
 """
 
 from __future__ import annotations
