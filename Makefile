@@ -18,9 +18,13 @@ test: $(VENV)/.has-test
 	$(BIN)/pytest tests/pure tests/e2e; others=$$?; \
 	wait $$ranks; status=$$?; cat build/ranks.log; exit $$((status + others))
 
-# What takes too long for each change: hundreds of faults, long walks of state machines.
+# What takes too long for each change: hundreds of faults, long walks of state machines, and random programs against plain
+# torch, as many as PROGRAMS says from the seed SEED on.
+PROGRAMS ?= 2000
+SEED ?= 0
 soak: $(VENV)/.has-test
 	@$(BIN)/pytest tests/soak
+	@PYTHONPATH=tests $(BIN)/python -m fuzz --programs $(PROGRAMS) --seed $(SEED)
 
 lint: $(VENV)/.has-lint
 	@$(BIN)/ruff format --check .
