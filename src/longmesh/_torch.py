@@ -104,6 +104,13 @@ def private_op(name: str, feature: str) -> Any:
     return _find(f"torch:ops.aten.{name}", feature)
 
 
+def storage_info_class() -> Any:
+    """What a checkpoint's description says of a piece: its file, offset and length. Imported when it is asked for."""
+    return _find_class(
+        "torch.distributed.checkpoint.filesystem:_StorageInfo", "checkpoints in torch's format"
+    )
+
+
 # Raise `text` on the device when a condition turns out false, without waiting for it: (condition, text).
 assert_later = _find("torch:ops.aten._assert_async.msg", "checks of indices on devices")
 

@@ -13,8 +13,8 @@ from longmesh import DTensor
 from longmesh.errors import NumbersError
 from longmesh.testing import cpu_mesh
 from longmesh.train import TrainOptions, loop, train
+from longmesh.train.bad_numbers import StepNumbers
 from longmesh.train.data import Corpus
-from longmesh.train.numbers import StepNumbers
 from longmesh.train.parallel import slice_mesh
 from longmesh.train.progress import say_nothing
 from longmesh.train.replicas import describe_drift, sum_bits
@@ -227,7 +227,7 @@ def test_texts_of_drift():
 
 def test_a_sum_that_overflows_is_told():
     """Each rank's gradient is finite and their sum is not."""
-    from longmesh.train.numbers import BadSteps
+    from longmesh.train.bad_numbers import BadSteps
 
     numbers = StepNumbers(torch.tensor(1.0), torch.tensor(1.0), torch.tensor([1e38, 2.0]))
     line = BadSteps(["a", "b"]).read(4, numbers)

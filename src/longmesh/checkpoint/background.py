@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from longmesh.checkpoint.buffers import Pieces
-from longmesh.checkpoint.directory_writer import DirectoryWriter, write_pieces
+from longmesh.checkpoint.directory_writer import DirectoryWriter, StorageInfo, write_pieces
 from longmesh.checkpoint.disk import writing
 from longmesh.checkpoint.replace import replace_with_staged, staging_path
 from longmesh.errors import CheckpointError
@@ -95,7 +94,7 @@ def _row(result: WriteResult) -> list[Any]:
 def _result(row: list[Any]) -> WriteResult:
     name, offset, number, path, start, length, checksum = row
     index = MetadataIndex(name, offset, number)
-    return WriteResult(index, length, (_StorageInfo(path, start, length), checksum))
+    return WriteResult(index, length, (StorageInfo(path, start, length), checksum))
 
 
 def _finite(pieces: Pieces, target: Path) -> Iterator[tuple[WriteItem, Any]]:

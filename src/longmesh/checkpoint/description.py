@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from longmesh.checkpoint.directory_writer import StorageInfo
 from longmesh.checkpoint.pickled import Name, NotPlain, Record, decode
 
 _HERE = "torch.distributed.checkpoint.metadata."
@@ -122,12 +122,12 @@ def _index(record: Any) -> MetadataIndex:
     )
 
 
-def _storage_info(record: Any) -> _StorageInfo:
+def _storage_info(record: Any) -> StorageInfo:
     state = _state(record, "torch.distributed.checkpoint.filesystem._StorageInfo")
     if state.get("transform_descriptors"):
         raise NotPlain(f"its pieces went through {state['transform_descriptors']}, which is not supported")
     path = _checked(state.get("relative_path"), str, "the name of a file")
-    return _StorageInfo(path, _count(state.get("offset")), _count(state.get("length")))
+    return StorageInfo(path, _count(state.get("offset")), _count(state.get("length")))
 
 
 def _storage_meta(record: Any) -> StorageMeta:

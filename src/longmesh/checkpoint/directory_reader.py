@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from longmesh.checkpoint.description import read_description
-from longmesh.checkpoint.directory_writer import CHECKSUMS, MARK, METADATA
+from longmesh.checkpoint.directory_writer import CHECKSUMS, MARK, METADATA, StorageInfo
 from longmesh.checkpoint.generations import list_steps
 from longmesh.checkpoint.inside import find_inside
 from longmesh.checkpoint.pickled import NotPlain
@@ -83,7 +82,7 @@ class DirectoryReader(StorageReader):
         target.copy_(value)
         planner.commit_tensor(item, target)
 
-    def _value(self, file: IO[bytes], info: _StorageInfo, name: str) -> Any:
+    def _value(self, file: IO[bytes], info: StorageInfo, name: str) -> Any:
         """What `torch.save` wrote there, checked."""
         check_piece(self.path, file, info, self._checksums)
         part = cast("IO[bytes]", Part(file, info.offset, info.length))
@@ -98,7 +97,7 @@ class DirectoryReader(StorageReader):
             text = next(iter(str(error).splitlines()), type(error).__name__)
             raise self._damaged(info, f"can't be read ({text})") from error
 
-    def _info(self, item: ReadItem) -> _StorageInfo:
+    def _info(self, item: ReadItem) -> StorageInfo:
         try:
             return self._metadata.storage_data[item.storage_index]
         except KeyError:
@@ -107,7 +106,7 @@ class DirectoryReader(StorageReader):
                 f"{tuple(item.storage_index.offset or ())}"
             ) from None
 
-    def _damaged(self, info: _StorageInfo, what: str) -> CheckpointError:
+    def _damaged(self, info: StorageInfo, what: str) -> CheckpointError:
         return CheckpointError(f"checkpoint {self.path} is damaged: {info.relative_path} {what}")
 
     # What torch asks for beside.
@@ -189,7 +188,7 @@ def _read_checksums(path: Path, description: bytes) -> dict[str, dict[str, int]]
 
 
 def check_piece(
-    path: Path, file: IO[bytes], info: _StorageInfo, checksums: dict[str, dict[str, int]] | None
+    path: Path, file: IO[bytes], info: StorageInfo, checksums: dict[str, dict[str, int]] | None
 ) -> None:
     """Refuse a piece that is not in its file, or not what was written."""
     end, size = info.offset + info.length, os.fstat(file.fileno()).st_size
@@ -230,7 +229,7 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> Iterator[str]
         yield f"checkpoint {path} can't be read: {error.strerror or error}"
 
 
-def _checksum(file: IO[bytes], info: _StorageInfo) -> int:
+def _checksum(file: IO[bytes], info: StorageInfo) -> int:
     file.seek(info.offset)
     checksum, left = 0, info.length
     while left:

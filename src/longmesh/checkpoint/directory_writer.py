@@ -13,19 +13,24 @@ import re
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from longmesh._torch import storage_info_class
 from longmesh.checkpoint.disk import check_room, writing
 from longmesh.checkpoint.replace import backup_path, remove, replace_with_staged, staging_path
 from longmesh.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+else:
+    StorageInfo = storage_info_class()
 
 METADATA = ".metadata"
 CHECKSUMS = ".longmesh.json"
@@ -160,7 +165,7 @@ def _write_item(file: IO[bytes], name: str, item: WriteItem, data: Any) -> Write
     else:
         checked.write(data.getbuffer())
     length = file.tell() - start
-    return WriteResult(item.index, length, (_StorageInfo(name, start, length), checked.checksum))
+    return WriteResult(item.index, length, (StorageInfo(name, start, length), checked.checksum))
 
 
 def _without_checksum(result: WriteResult) -> WriteResult:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from longmesh.comm import World
-from longmesh.train.numbers import BadSteps, StepNumbers
+from longmesh.train.bad_numbers import BadSteps, StepNumbers
 from longmesh.train.progress import StepRecord
 
 

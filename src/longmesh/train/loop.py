@@ -19,11 +19,11 @@ from torch.optim import AdamW
 from longmesh.attention import AttentionPlan, PackedDocuments, cut_cross_entropy
 from longmesh.attention.tokens.packing import IGNORED
 from longmesh.comm import CommEvent, CommObserver, observe_comm
+from longmesh.train.bad_numbers import StepNumbers, agree_on_bad, gradient_norms
 from longmesh.train.data import Corpus
 from longmesh.train.guard import FIRST_STEP, Guard
 from longmesh.train.ledger import Ledger
 from longmesh.train.model import Transformer
-from longmesh.train.numbers import StepNumbers, agree_on_bad, gradient_norms
 from longmesh.train.options import AUTO, TrainOptions
 from longmesh.train.parallel import Axes, cut_model, sum_gradients, take_part
 from longmesh.train.progress import StepRecord

@@ -17,7 +17,7 @@ from longmesh.comm import World, collectives, comm_of
 from longmesh.errors import NumbersError
 from longmesh.spec import Shard
 from longmesh.tensor import DTensor
-from longmesh.train.numbers import local_part
+from longmesh.train.bad_numbers import local_part
 from longmesh.train.parallel import Axes
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
