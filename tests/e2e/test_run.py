@@ -164,3 +164,25 @@ def test_ranks_end_with_the_launcher(tmp_path: Path, signum: signal.Signals, std
     assert err == stderr
     assert launcher.returncode == (-signum if signum == signal.SIGKILL else 128 + signum)
     assert wait_until_gone([int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)])
+
+
+DIFFERENT = """
+import torch
+import torch.distributed as dist
+from longmesh import Replicate, Shard, distribute_tensor, init_device_mesh
+
+mesh = init_device_mesh("cpu", (2,))
+x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+print("here", __name__, x.full_tensor().sum().item())
+x.redistribute(placements=[Shard(1) if dist.get_rank() else Replicate()])
+"""
+
+
+def test_a_program_is_checked_from_its_first_collective_to_its_last(tmp_path: Path) -> None:
+    script = tmp_path / "different.py"
+    script.write_text(DIFFERENT)
+    done = run("--ranks", 2, "--check", script)
+    assert done.returncode == 1
+    assert sorted(done.stdout.splitlines()) == [f"[rank {r}] here __main__ 16.0" for r in range(2)]
+    assert "CollectiveError: desync over axis 0 (ranks 0, 1): " in done.stderr
+    assert "different.py:9" in done.stderr

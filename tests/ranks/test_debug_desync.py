@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh import Replicate, Shard, distribute_tensor
 from longmesh.comm import comm_of
+from longmesh.comm.p2p import start_send_receive
 from longmesh.debug import desync_check
 from longmesh.errors import CollectiveError, LongmeshError, NotDistributedError
 from longmesh.testing import cpu_mesh
@@ -199,3 +200,31 @@ def test_bad_arguments(pool):
         NotDistributedError, match="desync_check compares ranks, and there is no process group"
     ):
         desync_check().__enter__()
+
+
+def exchange(wrong):
+    """Two ranks send each other rows; the second expects another number of rows, or of columns."""
+    group = comm_of(cpu_mesh(2)).group((0,))
+    other, off = 1 - group.rank, wrong if group.rank else ""
+    rows = torch.zeros(2, 4 if off == "columns" else 3)
+    send = [2 if i == other else 0 for i in range(2)]
+    receive = [(3 if off == "rows" else 2) if i == other else 0 for i in range(2)]
+
+    def run():
+        for _ in range(2):
+            start_send_receive(rows, send_counts=send, recv_counts=receive, group=group).wait()
+
+    return error_of(run, timeout=20.0)[0]
+
+
+def test_messages_between_two_ranks_are_checked(pool):
+    assert pool.run(exchange, "", ranks=2) == [None, None]
+    first, second = pool.run(exchange, "rows", ranks=2)
+    assert first == second
+    assert first.startswith(
+        "desync over axis 0 (ranks 0, 1): rank 0 sends 2 elements to rank 1, which expects 3:\n"
+    )
+    first, second = pool.run(exchange, "columns", ranks=2)
+    assert first == second
+    assert "ranks of one group came to different collectives:" in first
+    assert "rank 1: send_receive of float32, sending [2, 0] and receiving [2, 0], at " in first

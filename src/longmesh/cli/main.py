@@ -41,6 +41,10 @@ def run_run(options: argparse.Namespace) -> int:
 
     from longmesh.cli.run import run_script  # --help need not wait for the launcher
 
+    if options.check:
+        return run_script(
+            str(Path(__file__).with_name("checked.py")), [options.script, *options.args], launch
+        )
     return run_script(options.script, options.args, launch)
 
 
@@ -61,6 +65,12 @@ def make_parser() -> argparse.ArgumentParser:
         needs_ranks=True,
         timeout="seconds that a rank may keep others waiting in a collective before the run ends (default: it is "
         "named after 300 and the run goes on)",
+    )
+    run.add_argument(
+        "--check",
+        action="store_true",
+        help="compare every collective and message of longmesh over the ranks before it runs, and stop where ranks "
+        "part ways, as longmesh.debug.desync_check does; slow",
     )
     run.add_argument("script", help="a Python file")
     run.add_argument("args", nargs=argparse.REMAINDER, help="what the script gets as its arguments")

@@ -83,7 +83,8 @@ def start_send_receive(
     Called by the ranks that send or receive; a rank with nothing to do may skip it.
     """
     rows = rows.contiguous()
-    event = note("send_receive", rows, (sum(send_counts) - send_counts[group.rank]) * _width(rows), group)
+    sent = (sum(send_counts) - send_counts[group.rank]) * _width(rows)
+    event = note("send_receive", rows, sent, group, send_counts, recv_counts)
     received = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
     operations: list[dist.P2POp] = []
     for call, buffer, counts in ((dist.isend, rows, send_counts), (dist.irecv, received, recv_counts)):

@@ -5,7 +5,8 @@ world's key-value store and reads the others'. If they differ, every rank of the
 with the ranks and the call sites. No collective is used, so the check can't hang: a rank that never comes is named
 when the time is up, and two ranks that wait for each other in different groups are found before.
 
-Point-to-point messages are not checked: not every rank of a group takes part in them.
+A point-to-point message is compared by its two ranks only, since not every rank of a group takes part in it: of a ring
+that is broken between two ranks, those two raise, and the others wait for them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -52,6 +53,13 @@ def desync_check(timeout: float = 300.0) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def check_program(timeout: float = 300.0) -> Iterator[None]:
+    """`desync_check` for a whole program, around its making of the process group: `longmesh run --check`."""
+    with observe_comm(_ProgramComparison(timeout)):
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """What must agree among the ranks of a collective, and where it was called."""
@@ -65,8 +73,8 @@ class Fingerprint:
 
     @staticmethod
     def of(event: CommEvent) -> Fingerprint:
-        # The rows of an all_to_all are counted per member; the rest of its shape must be the same everywhere.
-        sizes = event.shape[1:] if event.kind == "all_to_all" else event.shape
+        # Rows are counted per member; the rest of the shape must be the same everywhere.
+        sizes = event.shape[1:] if event.kind in ("all_to_all", "send_receive") else event.shape
         return Fingerprint(
             event.kind, event.dtype, sizes, event.call_site, event.send_counts, event.recv_counts
         )
@@ -85,9 +93,9 @@ class Fingerprint:
         return self.kind, self.dtype, self.sizes, os.path.basename(self.call_site)
 
     def __str__(self) -> str:
-        if self.kind == "all_to_all":
+        if self.kind in ("all_to_all", "send_receive"):
             return (
-                f"all_to_all of {self.dtype}, sending {list(self.send_counts)} and receiving "
+                f"{self.kind} of {self.dtype}, sending {list(self.send_counts)} and receiving "
                 f"{list(self.recv_counts)}, at {self.call_site}"
             )
         if self.kind == "new group":
@@ -126,6 +134,42 @@ class _Members:
         return f"desync over {' x '.join(self.axes)} (ranks {', '.join(map(str, self.ranks))})"
 
 
+def _messages(mine: Fingerprint, group: AxisGroup) -> list[tuple[Fingerprint, _Members]]:
+    """A send_receive as what each pair of ranks compares: the rows that go between the two."""
+    found: list[tuple[Fingerprint, _Members]] = []
+    me = group.global_ranks[group.rank]
+    counts = zip(group.global_ranks, mine.send_counts, mine.recv_counts, strict=True)
+    for peer, sent, received in counts:
+        if peer != me and (sent or received):
+            pair = (min(me, peer), max(me, peer))
+            between = [(0, 0), (sent, received)] if me < peer else [(sent, received), (0, 0)]
+            sends, receives = zip(*between, strict=True)
+            message = replace(mine, send_counts=sends, recv_counts=receives)
+            found.append((message, _Members(f"{group.name}/{pair[0]}-{pair[1]}", group.axes, pair)))
+    return found
+
+
+class _ProgramComparison(CommObserver):
+    """A comparison that begins with a world's first collective, and anew with another world."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._world: object = None
+        self._comparison: _Comparison | None = None
+
+    def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
+        self._now().on_collective(event, group)
+
+    def on_new_group(self, axes: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+        self._now().on_new_group(axes, ranks)
+
+    def _now(self) -> _Comparison:
+        if self._comparison is None or self._world is not dist.group.WORLD:
+            self._world = dist.group.WORLD
+            self._comparison = _Comparison(open_store(), dist.get_rank(), self._timeout)
+        return self._comparison
+
+
 class _Comparison(CommObserver):
     """One rank's side of the check. `_posted` counts the collectives posted per group."""
 
@@ -137,19 +181,28 @@ class _Comparison(CommObserver):
 
     def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
         if event.kind in _CHECKED and group.size > 1:
-            self._compare(Fingerprint.of(event), _Members(group.name, group.axes, group.global_ranks))
+            self._compare((Fingerprint.of(event), _Members(group.name, group.axes, group.global_ranks)))
+        if event.kind == "send_receive":
+            self._compare(*_messages(Fingerprint.of(event), group))
 
     def on_new_group(self, axes: tuple[str, ...], ranks: tuple[int, ...]) -> None:
         members = _Members(f"new/{'-'.join(map(str, ranks))}", axes, ranks)
-        self._compare(Fingerprint("new group", "", (), call_site()), members)
+        self._compare((Fingerprint("new group", "", (), call_site()), members))
 
-    def _compare(self, mine: Fingerprint, members: _Members) -> None:
-        """Raise, on all `members` alike, unless they have all come to `mine`."""
-        number = self._posted[members.name]
-        at = {"group": members.name, "number": number, "text": str(mine), "ranks": members.ranks}
-        self._store.set(f"{self._prefix}/at/{self._rank}", json.dumps(at))
-        self._store.set(self._key(members, number, self._rank), mine.to_json())
-        self._posted[members.name] += 1
+    def _compare(self, *calls: tuple[Fingerprint, _Members]) -> None:
+        """Raise, on all members of a call, unless they have all come to it. Several calls start together, so all are
+        posted before one is waited for."""
+        numbers: list[int] = []
+        for mine, members in calls:
+            numbers.append(self._posted[members.name])
+            self._store.set(self._key(members, numbers[-1], self._rank), mine.to_json())
+            self._posted[members.name] += 1
+        for (mine, members), number in zip(calls, numbers, strict=True):
+            at = {"group": members.name, "number": number, "text": str(mine), "ranks": members.ranks}
+            self._store.set(f"{self._prefix}/at/{self._rank}", json.dumps(at))
+            self._check(mine, members, number)
+
+    def _check(self, mine: Fingerprint, members: _Members, number: int) -> None:
         texts = self._read([self._key(members, number, rank) for rank in members.ranks], mine, members)
         problem = find_mismatch({r: Fingerprint.parse(t) for r, t in zip(members.ranks, texts, strict=True)})
         if problem is not None:
