@@ -34,7 +34,7 @@ from longmesh.train.bad_numbers import StepNumbers, agree_on_bad, gradient_norms
 from longmesh.train.data import Corpus
 from longmesh.train.ledger import Ledger
 from longmesh.train.loop import build, run_step
-from longmesh.train.parallel import slice_mesh
+from longmesh.train.parallel import Engines, slice_mesh
 from longmesh.train.progress import say_nothing
 from longmesh.train.replicas import check_replicas
 
@@ -117,8 +117,9 @@ def measure_guards(path: str, seq_len: int) -> Guards:
     axes = slice_mesh(cpu_mesh(*options.mesh_shape, names=("data", "context", "tensor")))
     model, optimizer = build(options, axes)
     sequences = Corpus(0).steps(seq_len, 1, first=0)
-    run_step(model, optimizer, next(sequences), options, axes)
-    step = repeated(lambda: run_step(model, optimizer, next(sequences), options, axes), 3)
+    engines = Engines(options, axes)
+    run_step(model, optimizer, next(sequences), options, axes, engines)
+    step = repeated(lambda: run_step(model, optimizer, next(sequences), options, axes, engines), 3)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     norms, loss = gradient_norms(model), torch.tensor(1.0)

@@ -30,7 +30,7 @@ from longmesh.testing import RankPool, cpu_mesh
 from longmesh.train import TrainOptions
 from longmesh.train.data import Corpus
 from longmesh.train.loop import WaitClock, build, run_step
-from longmesh.train.parallel import Axes, slice_mesh
+from longmesh.train.parallel import Axes, Engines, slice_mesh
 
 AXES = ("data", "context", "tensor")
 
@@ -39,7 +39,8 @@ def make_stepper(options: TrainOptions, axes: Axes) -> Callable[[], float]:
     """A function that runs the next step and gives its loss."""
     model, optimizer = build(options, axes)
     steps = Corpus(options.seed).steps(options.seq_len, options.batch, first=0)
-    return lambda: float(run_step(model, optimizer, next(steps), options, axes)[0].loss)
+    engines = Engines(options, axes)
+    return lambda: float(run_step(model, optimizer, next(steps), options, axes, engines)[0].loss)
 
 
 @functools.cache

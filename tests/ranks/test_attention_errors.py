@@ -6,6 +6,7 @@ import torch
 
 from longmesh.attention import ContextParallel, masks
 from longmesh.comm import record_comm
+from longmesh.comm.agree import check_every_call
 from longmesh.errors import LongmeshError
 from longmesh.testing.mesh import cpu_mesh
 
@@ -198,3 +199,52 @@ def test_plans_that_cannot_be_made(pool):
             strict=True,
         ):
             assert want in text
+
+
+def agreements(check: bool | None, inside: bool) -> int:
+    """How often three calls and a gathering ask the other ranks whether they are called alike."""
+    cp = ContextParallel(cpu_mesh(2), seq_len=8, layout="contiguous", exchange="ring", check=check)
+    qkv = [torch.randn(1, 8, 4, 64) for _ in range(3)]
+    with record_comm() as log, check_every_call(inside):
+        for _ in range(3):
+            out = cp(*qkv)
+        cp.unshard(out, dim=2)
+    return sum(event.kind == "all_reduce" for event in log.events)
+
+
+def test_ranks_agree_at_the_first_call_or_at_every_one(pool):
+    for check, inside, expected in ((None, False, 1), (False, True, 1), (None, True, 4), (True, False, 4)):
+        assert pool.run(agreements, check, inside, ranks=2) == [expected, expected]
+
+
+def later_call_without_a_check() -> str:
+    cp = ContextParallel(cpu_mesh(2), seq_len=8, layout="contiguous", exchange="ring", check=False)
+    qkv = [torch.randn(1, 8, 4, 64) for _ in range(3)]
+    cp(*qkv)
+    return text_of(lambda: cp(*(t[:, :, :3] for t in qkv)))
+
+
+def test_later_calls_are_checked_on_each_rank(pool):
+    for said in pool.run(later_call_without_a_check, ranks=2):
+        assert said.startswith("this rank has 4 of the layout's 8 tokens, given q (1, 8, 3, 64)")
+
+
+def masks_in_turn() -> list[bool]:
+    """One engine after the other by `with_mask`, two of them planned ahead, against torch."""
+    lengths = [[10, 6], [3, 13], [16], [1, 1, 14]]
+    cp = ContextParallel(cpu_mesh(2), seq_len=16, num_heads=2, head_dim=8)
+    cp.plan_ahead([masks.documents(lengths[0]), masks.documents(lengths[2])])
+    found = []
+    for each in lengths:
+        engine = cp.with_mask(masks.documents(each))
+        q, k, v = (torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+        out = engine.unshard(engine(*(engine.shard(t, dim=2) for t in (q, k, v))), dim=2)
+        i, j = torch.arange(16)[:, None], torch.arange(16)
+        seen = masks.documents(each).visible(0, 0, i, j)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        found.append(torch.allclose(out, expected, atol=1e-5))
+    return found
+
+
+def test_engines_for_one_mask_after_the_other(pool):
+    assert pool.run(masks_in_turn, ranks=2) == [[True] * 4] * 2

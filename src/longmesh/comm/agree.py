@@ -5,7 +5,7 @@
     rank 2   in order  /                      \\ "rank 1: this rank has 5 of the layout's 10 tokens, ..."
 
 What a rank is given is known to that rank only; if it raised alone, the others would wait for its keys for
-ever. So each call starts with one all-reduce of two numbers: a fingerprint of what must be the same on
+ever. So a call that agrees starts with one all-reduce of two numbers: a fingerprint of what must be the same on
 every rank (0 for a call that is wrong) and its negative, whose maxima are equal only if all fingerprints are.
 The texts travel only after they differ.
 
@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -26,6 +29,23 @@ from longmesh.comm.groups import AxisGroup
 from longmesh.errors import LongmeshError
 
 _TEXT_BYTES = 1024
+_every_call: ContextVar[bool] = ContextVar("longmesh_check_every_call", default=False)
+
+
+def checks_every_call() -> bool:
+    """Whether calls that usually agree only at their first agree at every one."""
+    return _every_call.get()
+
+
+@contextmanager
+def check_every_call(on: bool = True) -> Iterator[None]:
+    """Attention calls inside agree at every call, not only at a plan's first: slower, and a rank that is called
+    differently later is found too. The same on every rank."""
+    token = _every_call.set(on)
+    try:
+        yield
+    finally:
+        _every_call.reset(token)
 
 
 @functools.lru_cache(maxsize=256)

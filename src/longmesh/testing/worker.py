@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longmesh.comm.agree import check_every_call
 from longmesh.testing.copying import CopyPickler
 from longmesh.testing.failure import RankFailure
 from longmesh.testing.shipping import apply_surroundings, unpack_call
@@ -112,13 +114,19 @@ def run_call(pipe: Connection, rank: int, data: bytes) -> bool:
         fn, args, kwargs = unpack_call(data)
         random.seed(0)
         torch.default_generator.manual_seed(0)  # torch.manual_seed visits every device type: 280 µs
-        result = contextvars.copy_context().run(fn, *args, **kwargs)  # what a call sets is gone with it
+        context = contextvars.copy_context()  # what a call sets is gone with it
+        result = context.run(_checked, fn, args, kwargs)
     except BaseException as error:
         return _send_report(pipe, rank, False, _describe_exception(rank, error))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
     return _send_report(pipe, rank, True, result)
+
+
+def _checked(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with check_every_call():  # a test may call one rank differently whenever it likes
+        return fn(*args, **kwargs)
 
 
 def _describe_exception(rank: int, error: BaseException) -> RankFailure:

@@ -25,12 +25,13 @@ from longmesh.train.guard import FIRST_STEP, Guard
 from longmesh.train.ledger import Ledger
 from longmesh.train.model import Transformer
 from longmesh.train.options import AUTO, TrainOptions
-from longmesh.train.parallel import Axes, cut_model, sum_gradients, take_part
+from longmesh.train.parallel import Axes, Engines, cut_model, sum_gradients, take_part
 from longmesh.train.progress import StepRecord
 from longmesh.train.replicas import check_replicas
 from longmesh.train.state import finished, load_state, open_checkpoints, save_state
 
 WARMUP_STEPS = 5
+WORTH_PLANNING_AHEAD = 8  # steps to come: the process that plans ahead takes seconds to start
 UNGUARDED = Guard()
 
 
@@ -74,12 +75,16 @@ def train(
     ledger = Ledger(model, losses, record.steps, show)
     first = len(losses)
     sequences = corpus.steps(options.seq_len, options.batch, first=first)
+    following, engines = next(sequences), Engines(options, axes)
     with observe_comm(clock), finished(checkpoints):
         for step in range(first, options.steps):
             start, waited = time.perf_counter(), clock.seconds
+            rows, following = following, next(sequences)
+            if options.steps - step > WORTH_PLANNING_AHEAD:
+                engines.plan_ahead(following)
             optimizer.param_groups[0]["lr"] = options.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
             with nullcontext() if step > first else guard.section(FIRST_STEP):
-                numbers, record.plan = run_step(model, optimizer, next(sequences), options, axes)
+                numbers, record.plan = run_step(model, optimizer, rows, options, axes, engines)
             ledger.add(step, numbers, time.perf_counter() - start, clock.seconds - waited)
             if options.check_replicas and (step + 1) % options.check_replicas == 0:
                 check_replicas(model, axes, step + 1)
@@ -107,14 +112,19 @@ def build(options: TrainOptions, axes: Axes) -> tuple[nn.Module, AdamW]:
 
 
 def run_step(
-    model: nn.Module, optimizer: AdamW, rows: Sequence[PackedDocuments], options: TrainOptions, axes: Axes
+    model: nn.Module,
+    optimizer: AdamW,
+    rows: Sequence[PackedDocuments],
+    options: TrainOptions,
+    axes: Axes,
+    engines: Engines,
 ) -> tuple[StepNumbers, AttentionPlan | None]:
     """One update from all sequences of a step, unless it is not finite; the mean loss over their tokens and what was
     found, on the device, and the last plan of attention."""
     num_labels = sum(int((row.labels != IGNORED).sum()) for row in rows)
     losses, plan = [], None
     for row in rows[axes.data.get_local_rank() :: options.data]:
-        part = take_part(row, options, axes)
+        part = take_part(row, options, axes, engines)
         logits = model(part.tokens, part.positions, part.attend)
         loss = cut_cross_entropy(logits, part.labels, axes.tokens, reduction="sum") / num_labels
         loss.backward()

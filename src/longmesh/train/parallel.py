@@ -9,6 +9,7 @@ Gradients are summed over data and context in one piece. On one rank nothing of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -93,22 +94,51 @@ def cut_model(model: nn.Module, axes: Axes) -> None:
         parallelize_module(model, axes.tensor, plan, src_data_rank=None)
 
 
-def take_part(row: PackedDocuments, options: TrainOptions, axes: Axes) -> Part:
+class Engines:
+    """Attention for one sequence after the other, each with documents of its own; those to come are planned ahead."""
+
+    def __init__(self, options: TrainOptions, axes: Axes) -> None:
+        self._options, self._axes = options, axes
+        self._first: ContextParallel | None = None
+
+    def mask_of(self, row: PackedDocuments) -> masks.Mask:
+        """What the tokens of a sequence see."""
+        return masks.documents(self.lengths_of(row))
+
+    def lengths_of(self, row: PackedDocuments) -> tuple[int, ...]:
+        return row.lengths[0] if self._options.mask == "documents" else (self._options.seq_len,)
+
+    def plan_ahead(self, rows: Sequence[PackedDocuments]) -> None:
+        """Have the plans of this rank's sequences of a later step made."""
+        mine = rows[self._axes.data.get_local_rank() :: self._options.data]
+        if self._first is not None and self._options.mask == "documents":
+            self._first.plan_ahead([self.mask_of(row) for row in mine])
+
+    def engine(self, row: PackedDocuments) -> ContextParallel:
+        """The engine of a sequence."""
+        mask, options = self.mask_of(row), self._options
+        if self._first is not None:
+            return self._first.with_mask(mask)
+        self._first = ContextParallel(
+            self._axes.context,
+            seq_len=options.seq_len,
+            mask=mask,
+            exchange=options.exchange,
+            num_heads=options.heads // options.tensor,
+            num_kv_heads=options.kv_heads // options.tensor,
+            head_dim=options.head_dim,
+        )
+        return self._first
+
+
+def take_part(row: PackedDocuments, options: TrainOptions, axes: Axes, engines: Engines) -> Part:
     """This rank's part of a sequence. Positions are those in the sequence: rotations only see differences."""
-    lengths = row.lengths[0] if options.mask == "documents" else (options.seq_len,)
     device = axes.world.device_type
     if axes.world.size() == 1:
         everything = torch.arange(options.seq_len, device=device)
-        return Part(row.tokens.to(device), row.labels.to(device), everything, _attend_alone(lengths), None)
-    cp = ContextParallel(
-        axes.context,
-        seq_len=options.seq_len,
-        mask=masks.documents(lengths),
-        exchange=options.exchange,
-        num_heads=options.heads // options.tensor,
-        num_kv_heads=options.kv_heads // options.tensor,
-        head_dim=options.head_dim,
-    )
+        attend = _attend_alone(engines.lengths_of(row))
+        return Part(row.tokens.to(device), row.labels.to(device), everything, attend, None)
+    cp = engines.engine(row)
     tokens, labels = (cp.shard(x, dim=1).to(device) for x in (row.tokens, row.labels))
     return Part(tokens, labels, cp.positions.to(device), cp, cp.plan)
 

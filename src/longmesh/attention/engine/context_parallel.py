@@ -15,10 +15,11 @@ exchange planned for them.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,10 +39,11 @@ from longmesh.attention.layout.base import Layout
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mods.captured import captured_tensors
 from longmesh.attention.plan.adapt import adapt_plan
-from longmesh.attention.plan.api import plan_attention
+from longmesh.attention.plan.ahead import Planned, PlansAhead
+from longmesh.attention.plan.api import checked_mask, plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.comm import AxisGroup, comm_of
-from longmesh.comm.agree import agree
+from longmesh.comm.agree import agree, checks_every_call
 from longmesh.errors import LongmeshError
 from longmesh.plan.cluster import Cluster
 from longmesh.plan.named_clusters import cluster_of
@@ -65,6 +67,7 @@ class ContextParallel:
 
     Without a mesh the sequence is whole in this process: the same masks and kernels, and no process group. `cluster` is
     the machine that plans are made for, one for all ranks: a `Cluster` that was measured, or the name of a typical one.
+    `check`: whether the ranks agree at every call that they are called alike; else at the first call only.
 
     >>> cp = ContextParallel(mesh, seq_len=10, mask=masks.causal(), num_heads=2, head_dim=8)
     >>> _ = torch.manual_seed(0)
@@ -89,6 +92,7 @@ class ContextParallel:
         head_dim: int = 64,
         dtype: torch.dtype = torch.float32,
         cluster: Cluster | str | None = None,
+        check: bool | None = None,
     ) -> None:
         if mesh is not None and mesh.ndim > 2:
             raise LongmeshError(
@@ -99,24 +103,43 @@ class ContextParallel:
         self._comm = None if mesh is None else comm_of(mesh)
         self.mesh = mesh
         self.rank: int = 0 if self._comm is None else self._comm.shape.index(self._comm.coordinate)
-        self._ranks = (1,) if mesh is None else tuple(reversed(mesh.shape))  # (inner, outer), or one number
-        self._options = {"seq_len": seq_len, "mask": mask, "exchange": exchange, "chunk": chunk}
         self._kernel = kernel
+        self._checks = check
+        self._ahead = PlansAhead(self.rank)
+        ranks = (1,) if mesh is None else tuple(reversed(mesh.shape))  # (inner, outer), or one number
+        request: dict[str, Any] = {"seq_len": seq_len, "ranks": ranks, "layout": layout, "exchange": exchange}
+        request |= {"chunk": chunk, "dtype_bytes": dtype.itemsize, "cluster": _cluster_on(mesh, cluster)}
+        request |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        self._take_plan(request | {"mask": mask}, None)
+
+    def _take_plan(self, request: dict[str, Any], planned: Planned | None) -> None:
+        self._request = request
+        self.plan: AttentionPlan = plan_attention(**request) if planned is None else planned.plan
+        self._rank_plans = None if planned is None else planned.rank_plans
         self._planned: dict[tuple[tuple[int, int, int, int], torch.device], Heads] = {}
         self._positions: dict[torch.device, Tensor] = {}
         self._orders: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
         self._choice: Choice | None = None
         self._has_agreed = False
         self._name = register_caller(self)
-        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        self.plan: AttentionPlan = plan_attention(
-            ranks=self._ranks,
-            layout=layout,
-            dtype_bytes=dtype.itemsize,
-            cluster=_cluster_on(mesh, cluster),
-            **self._options,
-            **heads,
-        )
+
+    # -- other masks -----------------------------------------------------------------------------
+
+    def plan_ahead(self, masks: Iterable[Mask]) -> None:
+        """Have plans for these masks made in a helper process while this one goes on; `with_mask` takes them up. Local.
+
+        Packed documents have a new mask at every step. Call this with the next step's as soon as they are known.
+        """
+        for mask in masks:
+            self._ahead.start(checked_mask(mask).current(), self._request | {"mask": mask})
+
+    def with_mask(self, mask: Mask) -> ContextParallel:
+        """The same for another mask: its own layout and plan, made ahead if `plan_ahead` was given the mask. Local."""
+        other = copy.copy(self)
+        for cached in ("positions", "_cuts", "_everyone"):
+            other.__dict__.pop(cached, None)
+        other._take_plan(self._request | {"mask": mask}, self._ahead.take(checked_mask(mask).current()))
+        return other
 
     # -- the layout ------------------------------------------------------------------------------
 
@@ -263,12 +286,14 @@ class ContextParallel:
     def _together(self, what: str, check: Callable[..., Checked], *args: object) -> Checked:
         """`check(*args)` where it passes on every rank, and gives the same; else an error on every rank.
 
-        On a device only the first time: reading the answer makes the host wait for the device.
+        Only the first time, unless every call is checked: it is a point where ranks wait for each other, and on a
+        device the host for the device. A rank that raises alone later is ended with the others by the launcher.
         """
         if self.mesh is None or self.plan.num_ranks == 1:
             return check(*args)
         device = self.mesh.device_type
-        if self._has_agreed and device != "cpu":
+        every = checks_every_call() if self._checks is None else self._checks
+        if self._has_agreed and not every:
             return check(*args)
         self._has_agreed = True
         try:
@@ -307,7 +332,7 @@ class ContextParallel:
     ) -> Heads:
         key = (num_heads, num_kv_heads, head_dim, dtype_bytes)
         if (key, device) not in self._planned:
-            plan = adapt_plan(self.plan, *key, ranks=self._ranks, **self._options)
+            plan = adapt_plan(self.plan, *key, self._request)
             self._planned[key, device] = self._prepare(plan, device)
         return self._planned[key, device]
 
@@ -324,7 +349,11 @@ class ContextParallel:
             inner, peers = self._group((1,))
             outer, ranks = self._group((0,))
             members = tuple(rank // plan.inner for rank in ranks)
-        routes = tuple(Route(row, self.rank, members, peers, device) for row in plan.rows)
+        known = self._rank_plans if plan is self.plan and self._rank_plans else [None] * len(plan.rows)
+        routes = tuple(
+            Route(row, self.rank, members, peers, device, mine)
+            for row, mine in zip(plan.rows, known, strict=True)
+        )
         elementwise = any(row.schedule.has_elementwise for row in plan.rows)
         return Heads(plan, routes, outer, inner, elementwise)
 

@@ -118,15 +118,15 @@ def part(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...
 
 class Route:
     """What the driver needs of a plan for one batch row, on one rank. `members`: plan ranks in the order of
-    the group that keys travel in; `peers`: those of the group that splits heads."""
+    the group that keys travel in; `peers`: those of the group that splits heads; `plan`: the rank's, if it is known."""
 
     def __init__(
         self, row: RowPlan, rank: int, members: Sequence[int], peers: Sequence[int],
-        device: torch.device | str = "cpu",
+        device: torch.device | str = "cpu", plan: RankPlan | None = None,
     ) -> None:  # fmt: skip
         self.row = row
         self.device = device
-        self.plan: RankPlan = row.rank(rank)
+        self.plan: RankPlan = row.rank(rank) if plan is None else plan
         self.peers = tuple(peers)
         self.tokens_in_group = row.schedule.ownership.counts[self.plan.group]
         self._places = {rank: place for place, rank in enumerate(members)}

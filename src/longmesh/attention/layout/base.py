@@ -18,13 +18,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from longmesh.attention.plan.pickled import PickledByFields
 from longmesh.errors import LongmeshError
 
 Interval = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Ownership:
+class Ownership(PickledByFields):
     """`pieces[rank]`: the rank's intervals of coordinates, in local order; `stride` as above.
 
     `moved`: rectangles (q0, q1, k0, k1, rank) of coordinates, disjoint, that are computed by `rank`

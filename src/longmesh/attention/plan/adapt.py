@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Any
 
-from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import stride_slices
 from longmesh.attention.plan.api import head_shares, plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
@@ -14,35 +12,22 @@ from longmesh.attention.plan.schedule import make_schedule
 
 
 def adapt_plan(
-    plan: AttentionPlan,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype_bytes: int,
-    *,
-    ranks: int | Sequence[int],
-    seq_len: int,
-    mask: Mask | None,
-    exchange: Exchange | str,
-    chunk: int,
-) -> AttentionPlan:
-    """The best plan for these heads if it cuts the sequence as `plan` does; else `plan`'s cut and exchange."""
+    plan: AttentionPlan, num_heads: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, request: dict[str, Any]
+) -> AttentionPlan:  # fmt: skip
+    """The best plan for these heads if it cuts the sequence as `plan` does; else `plan`'s cut and exchange.
+
+    `request`: the arguments that `plan` was made with.
+    """
+    if (num_heads, num_kv_heads, head_dim, dtype_bytes) == _heads(plan):
+        return plan
     heads = {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "dtype_bytes": dtype_bytes,
     }
-    fresh = plan_attention(
-        seq_len=seq_len,
-        ranks=ranks,
-        mask=mask,
-        layout=plan.layout,
-        exchange=exchange,
-        chunk=chunk,
-        cluster=plan.cluster,
-        **heads,
-    )
+    again: dict[str, Any] = request | heads | {"layout": plan.layout}
+    fresh = plan_attention(**again)
     pairs = zip(plan.rows, fresh.rows, strict=True)
     if all(_cut(old) == _cut(new) for old, new in pairs):
         return fresh
@@ -61,3 +46,7 @@ def adapt_plan(
 
 def _cut(row: RowPlan) -> tuple:
     return row.ownership.pieces, row.ownership.stride
+
+
+def _heads(plan: AttentionPlan) -> tuple[int, int, int, int]:
+    return plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype_bytes

@@ -23,7 +23,7 @@ from longmesh.attention.mask.band import causal
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import stride_slices
 from longmesh.attention.mask.whole_number import whole_number
-from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
+from longmesh.attention.plan.attention_plan import AttentionPlan, PassedOver, RowPlan
 from longmesh.attention.plan.schedule import make_schedule
 from longmesh.errors import LongmeshError
 from longmesh.plan.cluster import Cluster
@@ -69,7 +69,7 @@ def plan_attention(
     request = Request(
         inner=inner,
         outer=outer,
-        mask=causal() if mask is None else _checked_mask(mask).current(),
+        mask=causal() if mask is None else checked_mask(mask).current(),
         layout=layout_of(layout),
         exchange=exchange_of(exchange),
         cluster=cluster_of(cluster),
@@ -111,7 +111,8 @@ def _mesh(ranks: int | Sequence[int]) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _checked_mask(mask: object) -> Mask:
+def checked_mask(mask: object) -> Mask:
+    """The mask, if it is one."""
     if not isinstance(mask, Mask):
         raise LongmeshError(
             f"mask={mask!r} is no mask; use one of longmesh.attention.masks, such as masks.causal(), or wrap "
@@ -178,7 +179,11 @@ def _choose(request: Request) -> AttentionPlan:
     # The layout is chosen under the first exchange, then the exchange for that layout.
     first = _by_time([dataclasses.replace(request, layout=x, exchange=exchanges[0]) for x in layouts])
     best, *slower = _by_time([dataclasses.replace(first[0], exchange=x) for x in exchanges])
-    return dataclasses.replace(_plan(best), passed_over=tuple(map(_plan, (*first[1:], *slower))))
+    return dataclasses.replace(_plan(best), passed_over=tuple(map(_passed_over, (*first[1:], *slower))))
+
+
+def _passed_over(request: Request) -> PassedOver:
+    return PassedOver(request.layout, request.exchange, _plan(request).predict())
 
 
 def _by_time(requests: list[Request]) -> list[Request]:

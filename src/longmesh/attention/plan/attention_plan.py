@@ -35,6 +35,7 @@ from longmesh.attention.mask.block import Block
 from longmesh.attention.mask.slices import COLUMNS, EW
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.intervals import spans
+from longmesh.attention.plan.pickled import PickledByFields
 from longmesh.attention.plan.schedule import Schedule
 from longmesh.plan.cluster import Cluster
 
@@ -101,7 +102,7 @@ class RankPlan:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowPlan:
+class RowPlan(PickledByFields):
     """The plan of one batch row: `ownership` cuts tokens over all ranks, `schedule` runs on groups of
     `inner` ranks (one rank each, unless heads are split).
 
@@ -225,8 +226,16 @@ class _Relay:
         return self._rows(self._rank, self._after, self._after, stage)
 
 
+class PassedOver(NamedTuple):
+    """A layout and an exchange that were not chosen, and how long a call with them would take."""
+
+    layout: Layout
+    exchange: Exchange
+    prediction: "Prediction"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class AttentionPlan:
+class AttentionPlan(PickledByFields):
     """A plan for `inner * outer` ranks; rank r is member `r % inner` of group `r // inner`.
 
     >>> plan = plan_attention(seq_len=999, ranks=2, layout="contiguous", exchange="ring")
@@ -248,7 +257,7 @@ class AttentionPlan:
     dtype_bytes: int
     cluster: Cluster
     rows: tuple[RowPlan, ...]
-    passed_over: "tuple[AttentionPlan, ...]" = ()  # what was compared with this plan, and found slower
+    passed_over: "tuple[PassedOver, ...]" = ()  # what was compared with this plan, and found slower
 
     @property
     def num_ranks(self) -> int:

@@ -6,6 +6,7 @@ from longmesh.attention.exchange.fragment import START, STOP
 from longmesh.attention.mask.slices import area
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
+from longmesh.attention.plan.predict import Prediction
 
 
 def human_bytes(count: float) -> str:
@@ -62,14 +63,14 @@ def _time_lines(plan: AttentionPlan) -> list[str]:
     lines = [f"  predicted on {plan.cluster}, batch of 1: forward {times[0]}, backward {times[1]}"]
     for other in plan.passed_over:
         name = f"layout {other.layout}" if other.layout != plan.layout else f"exchange {other.exchange}"
-        ratio = other.predict().total_us / max(chosen.total_us, 1e-9)
-        lines.append(f"  {name} would take {ratio:.2f}x: {_why_slower(plan, other)}")
+        ratio = other.prediction.total_us / max(chosen.total_us, 1e-9)
+        lines.append(f"  {name} would take {ratio:.2f}x: {_why_slower(chosen, other.prediction)}")
     return lines
 
 
-def _why_slower(plan: AttentionPlan, other: AttentionPlan) -> str:
+def _why_slower(plan: Prediction, other: Prediction) -> str:
     ours, theirs = (
-        tuple(sum(part) for part in zip(*p.predict(), strict=True)) for p in (plan, other)
+        tuple(sum(part) for part in zip(*p, strict=True)) for p in (plan, other)
     )  # (total, compute) of both passes
     waits = [total - compute for total, compute in (ours, theirs)]
     if theirs[0] <= ours[0] * 1.01:

@@ -36,6 +36,7 @@ from longmesh.attention.mask.slices import (
 )
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.intervals import offsets_within, unite
+from longmesh.attention.plan.pickled import PickledByFields
 
 Array = np.ndarray
 
@@ -50,7 +51,7 @@ FEW = 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Schedule:
+class Schedule(PickledByFields):
     """`rows` are the slices cut by the rank that computes them, sorted by it. `queries` are fragments of STAGE 0 that
     lie behind a rank's own queries."""
 

@@ -1,0 +1,141 @@
+"""Plans made ahead, in a helper process, while this one trains.
+
+    this process   step 7 ........................ | step 8: its plan is there
+    helper            plan of step 8's mask |
+
+Planning holds the interpreter's lock, so a thread would take its time from the step. A plan is a small value and comes
+through a pipe, with what this rank does under it. The helper is started with the first request, imports the package
+alone (never the program's main module), and ends with this process.
+
+A plan is a function of its arguments, so it makes no difference where it was made, nor whether another rank's helper
+is as quick: nobody waits for anybody but its own helper. What a helper cannot make (a mask with a function that
+cannot be pickled, an error) is planned where it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import IO, Any, NamedTuple
+
+from longmesh.attention.plan.api import plan_attention
+from longmesh.attention.plan.attention_plan import AttentionPlan, RankPlan
+
+Request = dict[str, Any]  # the arguments of plan_attention
+MOST_WAITING = 64  # plans that nobody has asked for yet; the oldest are forgotten
+_SERVE = "from longmesh.attention.plan.ahead import serve; serve()"
+
+
+class Planned(NamedTuple):
+    """A plan, and what one rank does under it, for each batch row."""
+
+    plan: AttentionPlan
+    rank_plans: tuple[RankPlan, ...]
+
+
+def make_plan(request: Request, rank: int) -> Planned:
+    """The plan, made here."""
+    plan = plan_attention(**request)
+    return Planned(plan, tuple(row.rank(rank) for row in plan.rows))
+
+
+class PlansAhead:
+    """The plans of one rank that are under way or done, by mask."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._helper: _Helper | None = None
+        self._has_answered = False
+        self._coming: dict[Hashable, Future[bytes | None]] = {}
+
+    def start(self, key: Hashable, request: Request) -> None:
+        """Have a plan made, unless it is on its way or cannot be."""
+        if key in self._coming:
+            return
+        try:
+            data = pickle.dumps((request, self._rank))
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return
+        if self._helper is None:
+            self._helper = _Helper()
+        self._coming[key] = self._helper.submit(data)
+        while len(self._coming) > MOST_WAITING:
+            del self._coming[next(iter(self._coming))]
+
+    def take(self, key: Hashable) -> Planned | None:
+        """A plan that was started, when it is there; None if none was, it could not be made, or the helper is still
+        starting, which takes longer than a plan."""
+        coming = self._coming.pop(key, None)
+        if coming is None or (not self._has_answered and not coming.done()):
+            return None
+        self._has_answered = True
+        data = coming.result()
+        return None if data is None else pickle.loads(data)
+
+
+class _Helper:
+    """A process that plans; a thread of ours hands it one request after the other, and waits in the pipe."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        self._thread = ThreadPoolExecutor(1, "longmesh-plans")
+        self._end = weakref.finalize(self, _end, self._process, self._thread)
+
+    def submit(self, data: bytes) -> Future[bytes | None]:
+        return self._thread.submit(_ask, self._process, data)
+
+
+def _ask(process: subprocess.Popen[bytes], data: bytes) -> bytes | None:
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        _send(process.stdin, data)
+        return _receive(process.stdout) or None
+    except (OSError, EOFError, ValueError):  # it has ended: plans are made where they are needed
+        return None
+
+
+def _end(process: subprocess.Popen[bytes], thread: ThreadPoolExecutor) -> None:
+    thread.shutdown(wait=False, cancel_futures=True)
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _send(pipe: IO[bytes], data: bytes) -> None:
+    pipe.write(len(data).to_bytes(8, "big") + data)
+    pipe.flush()
+
+
+def _receive(pipe: IO[bytes]) -> bytes:
+    head = pipe.read(8)
+    data = pipe.read(int.from_bytes(head, "big"))
+    if len(head) < 8 or len(data) < int.from_bytes(head, "big"):
+        raise EOFError("the pipe has closed")
+    return data
+
+
+def serve() -> None:
+    """The helper's life: plan what is asked for until the pipe closes. An empty answer: it could not be made."""
+    asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anything prints must not get into the answers
+    os.nice(5)  # the step comes first
+    while True:
+        try:
+            data = _receive(asked)
+        except EOFError:
+            return
+        try:
+            answer = pickle.dumps(make_plan(*pickle.loads(data)))
+        except Exception:
+            answer = b""  # it will be made, and fail, where it is needed
+        _send(answers, answer)

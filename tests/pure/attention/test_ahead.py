@@ -1,0 +1,88 @@
+"""Plans made in a helper process are those that are made here, and nothing depends on whether it works."""
+
+import pickle
+import subprocess
+import sys
+import time
+
+from longmesh.attention import AttentionPlan, ContextParallel, masks, plan_attention
+from longmesh.attention.plan import ahead
+from longmesh.attention.plan.ahead import Planned, PlansAhead, make_plan
+
+MASK = masks.documents([300, 150, 62])
+REQUEST = {"seq_len": 512, "ranks": 3, "mask": MASK}
+
+
+def waited_for(plans: PlansAhead, key: object) -> Planned | None:
+    deadline = time.monotonic() + 60.0
+    while not plans._coming[key].done() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return plans.take(key)
+
+
+def same(one: AttentionPlan, other: AttentionPlan) -> bool:
+    return one.digest == other.digest and one.explain() == other.explain()
+
+
+def test_a_plan_travels_as_a_small_value():
+    plan = plan_attention(seq_len=1 << 16, ranks=8, mask=masks.documents([1 << 14] * 4), layout="solve")
+    small = pickle.dumps(plan)
+    plan.explain()  # works out much that stays behind
+    assert len(pickle.dumps(plan)) == len(small) < 40_000
+    assert same(pickle.loads(small), plan)
+    assert pickle.loads(small).rows[0].rank(5) == plan.rows[0].rank(5)
+
+
+def test_the_helpers_plan_is_the_one_made_here():
+    plans = PlansAhead(rank=1)
+    plans.start("a", REQUEST)
+    plans.start("bad", REQUEST | {"layout": "zig"})
+    plans.start("lambda", REQUEST | {"mask": masks.mask_mod(lambda b, h, q, k: q >= k)})
+    assert "lambda" not in plans._coming  # cannot be sent: planned where it is needed
+    found = waited_for(plans, "a")
+    assert found is not None
+    expected = make_plan(REQUEST, 1)
+    assert same(found.plan, expected.plan) and found.rank_plans == expected.rank_plans
+    assert waited_for(plans, "bad") is None and plans.take("never asked for") is None
+    assert plans._helper is not None
+    plans._helper._process.kill()
+    plans.start("after", REQUEST)
+    assert waited_for(plans, "after") is None
+
+
+def test_nobody_waits_for_a_helper_that_is_starting(monkeypatch):
+    monkeypatch.setattr(ahead, "_SERVE", "import time; time.sleep(60)")
+    plans = PlansAhead(rank=0)
+    plans.start("a", REQUEST)
+    start = time.monotonic()
+    assert plans.take("a") is None
+    assert time.monotonic() - start < 5.0
+
+
+def test_plans_that_nobody_takes_are_forgotten(monkeypatch):
+    monkeypatch.setattr(ahead, "_SERVE", "import time; time.sleep(60)")
+    plans = PlansAhead(rank=0)
+    for number in range(100):
+        plans.start(number, REQUEST)
+    assert list(plans._coming) == list(range(36, 100))
+
+
+def test_an_engine_for_another_mask():
+    cp = ContextParallel(None, seq_len=512, mask=masks.causal(), num_heads=2, head_dim=8)
+    cp.plan_ahead([MASK])
+    other = cp.with_mask(MASK)
+    assert same(other.plan, ContextParallel(None, seq_len=512, mask=MASK, num_heads=2, head_dim=8).plan)
+    assert cp.plan.mask == masks.causal() and other.positions.tolist() == list(range(512))
+
+
+PROGRAM = """
+from longmesh.attention import ContextParallel, masks
+print("main runs")
+cp = ContextParallel(None, seq_len=8)
+cp.plan_ahead([masks.full()])
+"""
+
+
+def test_the_helper_does_not_run_the_program_and_ends_with_it():
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and run.stdout == "main runs\n" and run.stderr == ""
