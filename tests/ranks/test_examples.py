@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from support.accelerated import accelerated
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGES = EXAMPLES.parent / "docs" / "examples"
 
 SHOWS = {
     "comm_mode_features": ("wrote comm.json, comm.txt, trace.json", "all_reduce"),
     "convnext": ("largest difference from one process",),
+    "finetune_llama": ("on 4 ranks", "loss"),
     "flex_attention_cp": ("dvalue: largest difference",),
     "hybrid_model": ("its state comes from ranks", "largest difference from one process"),
     "layouts_demo": ("columns over both axes", "6 moves, each checked on 4 ranks"),
@@ -25,8 +28,10 @@ SHOWS = {
 def run_script(name: str) -> str:
     printed = io.StringIO()
     before, sys.argv = sys.argv, [name]
+    # accelerate finds its ranks in the environment, where a launcher puts them.
+    found = accelerated() if name == "finetune_llama" else contextlib.nullcontext()
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), found:
             runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     finally:
         sys.argv = before
