@@ -160,8 +160,9 @@ def both(
     from longmesh.hf import Trainer
 
     dp = shape[names.index("dp")] if "dp" in names else 1
+    plain = {name: value for name, value in options.items() if name != "loss"}
     with quiet(), accelerated(False):
-        one = train(transformers.Trainer, kind, folder, 2 * dp, dict(extra), **options)
+        one = train(transformers.Trainer, kind, folder, 2 * dp, dict(extra), **plain)
         expected, expected_eval = found(one), one.evaluate()
     with quiet(), accelerated():
         mesh = None if names == ("cp",) else init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -198,7 +199,7 @@ DP_CP = (2, 2), ("dp", "cp")
     [
         ("plain", CP, {"include_num_input_tokens_seen": "all"}, {"compute_metrics": count_right}),
         ("packed", CP, {"gradient_accumulation_steps": 3}, {}),
-        ("bounds", CP, {}, {}),
+        ("bounds", CP, {"gradient_accumulation_steps": 2}, {"loss": "tiled"}),
         ("left", CP, {"label_smoothing_factor": 0.1}, {}),
         ("right", CP, {"max_grad_norm": 0.05}, {"compute_loss_func": own_loss}),
         ("right", DP_CP, {"gradient_accumulation_steps": 2}, {}),
@@ -247,6 +248,8 @@ def refused(what: str, folder: str) -> str:
         extra["eval_use_gather_object"] = True
     if what == "axes":
         options["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    if what == "loss":
+        options["loss"] = "mean"
     if what == "dispatch":
         extra["accelerator_config"] = {"dispatch_batches": True}
     kind = "differs" if what == "batches" else "plain"
@@ -267,6 +270,7 @@ def refused(what: str, folder: str) -> str:
         ("sampling", "batch_rebalance': it deals rows to single ranks"),
         ("objects", "eval_use_gather_object=True: gather tensors instead"),
         ("axes", r"mesh= has the axes \('tp',\); name them 'dp' .* and 'cp'"),
+        ("loss", r"loss='mean'\): use 'tiled', 'model' or None"),
         ("dispatch", "dispatch_batches=True with context parallelism: .* leave it unset"),
         ("batches", "the ranks of one sequence got different batches; .* seeded alike"),
         ("alone", "has 2 ranks and accelerate sees 1 process; start the script with"),

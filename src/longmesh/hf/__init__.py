@@ -16,6 +16,7 @@ Pitfall: rows of padding see padding only, so what they predict is not what one 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.interface import register
 from longmesh.hf.scope import context_parallel
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from longmesh.hf.loop import cut_batch, prepare
     from longmesh.hf.trainer import Trainer
 
-__all__ = ["Trainer", "context_parallel", "cut_batch", "prepare", "register"]
+__all__ = ["Trainer", "context_parallel", "cut_batch", "prepare", "register", "tiled_loss"]
 
 
 def __getattr__(name: str) -> Any:

@@ -32,8 +32,11 @@ from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, axis_size, same_batch, sum_over, use_mesh
 from longmesh.hf.batch import scope_arguments
+from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.loop import plain_model, set_attention
 from longmesh.hf.scope import context_parallel
+
+_FEW_BYTES = 2**30
 
 
 class Trainer(transformers.Trainer):
@@ -41,6 +44,9 @@ class Trainer(transformers.Trainer):
 
     Takes every argument of transformers.Trainer. Without a mesh all ranks are on "cp"; with one process it is
     transformers' own. The model is set to attn_implementation="longmesh".
+
+    `loss`: "tiled" computes a causal LM's loss by tiles of tokens (`tiled_loss`), "model" lets the model compute it; by
+    default it is tiled where a rank's logits would take more than 1 GiB. Evaluation that returns logits makes them all.
 
     `compute_loss_func` and `compute_metrics` get logits and labels of whole sequences, in token order.
 
@@ -52,8 +58,13 @@ class Trainer(transformers.Trainer):
     >>> trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=rows)  # mesh=: all ranks on "cp"
     """
 
-    def __init__(self, *args: Any, mesh: DeviceMesh | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, mesh: DeviceMesh | None = None, loss: str | None = None, **kwargs: Any
+    ) -> None:
+        if loss not in (None, "tiled", "model"):
+            raise LongmeshError(f"hf.Trainer(loss={loss!r}): use 'tiled', 'model' or None")
         self.mesh = mesh
+        self._loss = loss
         self._whole: dict[str, Any] | None = None
         self._gathers_outputs = False
         self._has_compared = False
@@ -162,6 +173,9 @@ class Trainer(transformers.Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.label_smoother is not None or self.compute_loss_func is not None:
             loss, outputs = self._loss_of_whole(model, inputs, whole, num_items_in_batch)
+        elif self._is_tiled(inputs, return_outputs) and num_items_in_batch is not None:
+            loss = tiled_loss(model, inputs, num_items_in_batch) * self.accelerator.num_processes
+            outputs = {"loss": loss}
         else:
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
             is_scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -169,6 +183,19 @@ class Trainer(transformers.Trainer):
             if return_outputs and self._gathers_outputs:
                 outputs = whole_outputs(outputs)
         return (loss, outputs) if return_outputs else loss
+
+    def _is_tiled(self, inputs: dict[str, Any], return_outputs: bool) -> bool:
+        """The same answer on every rank: ranks differ by a token at the most, and the largest is asked."""
+        if self._loss == "model" or (return_outputs and self._gathers_outputs):
+            return False
+        if self._loss == "tiled":
+            return True
+        assert self._whole is not None
+        classes = plain_model(self.accelerator.unwrap_model(self.model)).config.get_text_config().vocab_size
+        tokens = self._whole["input_ids"].numel() / self.cp_size
+        return (
+            self.model_accepts_loss_kwargs and "shift_labels" in inputs and 4 * tokens * classes > _FEW_BYTES
+        )
 
     def _loss_of_whole(
         self,
