@@ -23,6 +23,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longmesh.comm import MeshComm
+from longmesh.comm.groups import AxisGroup
+from longmesh.comm.halo import Rows
 from longmesh.comm.intervals import Interval, Pieces
 from longmesh.errors import LongmeshError
 from longmesh.rules import Meta, OpCall, find_rule
@@ -40,6 +42,7 @@ from longmesh.tensor.steps import (
     Exchange,
     Forget,
     Gather,
+    Halo,
     LocalCall,
     Recall,
     Redistribute,
@@ -334,6 +337,22 @@ class Planner:
                 row * (dtype or own.dtype).itemsize,
             )
         )
+        return Part(slot)
+
+    def halo(
+        self,
+        part: Any,
+        dim: int,
+        have: tuple[Rows, ...],
+        need: tuple[Rows, ...],
+        group: AxisGroup,
+        row_bytes: int,
+        *,
+        home: bool = False,
+    ) -> Part:
+        """The rows of `dim` that a rank needs, fetched from those who have them; with `home`, sent back and added."""
+        slot = self.new_slot()
+        self.steps.append(Halo(_slot(part), slot, dim, have, need, group, home, row_bytes))
         return Part(slot)
 
     def wrap(

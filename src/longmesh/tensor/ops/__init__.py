@@ -34,10 +34,14 @@ from longmesh.tensor.ops import (
 
 FAMILIES: dict[OpOverload, Family] = {
     **arg_reduction.FAMILIES,
+    **conv.FAMILIES,
+    **dropout.FAMILIES,
     **embedding.FAMILIES,
     **index.FAMILIES,
     **join.FAMILIES,
     **loss.FAMILIES,
+    **pool.FAMILIES,
+    **random.FAMILIES,
     **reduction.FAMILIES,
     **scan.FAMILIES,
     **scatter.FAMILIES,
@@ -53,9 +57,5 @@ HANDLERS: dict[OpOverload, Handler] = {
     **foreach_norm.HANDLERS,
     **fused.HANDLERS,
     **attention.HANDLERS,
-    **conv.HANDLERS,
-    **pool.HANDLERS,
-    **random.HANDLERS,
-    **dropout.HANDLERS,
     **foreign.HANDLERS,
 }

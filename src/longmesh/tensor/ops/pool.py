@@ -1,6 +1,6 @@
-"""Pooling over a cut spatial dim: fetch the rows around the cut, then pool locally.
+"""Pooling over a sharded spatial dim: fetch the rows around the border, then pool locally.
 
-Padding of a cut dim is put there by hand: the smallest number for a maximum, zeros for an average that counts them.
+Padding of a sharded dim is put there by hand: the smallest number for a maximum, zeros for an average that counts them.
 The places that a maximum comes from are numbered in the whole image. Where the last window may hang over the
 edge (`ceil_mode`), or an average does not count its padding, spatial dims are gathered by the op's rule.
 """
@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from longmesh.comm import comm_of
 from longmesh.rules.window import Slide, window_size
 from longmesh.spec import Layout
 from longmesh.spec.identity import identity_of
-from longmesh.tensor.autograd import gradient_layout, move
-from longmesh.tensor.dispatch import Handler, dispatch
-from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.meta import global_stride
-from longmesh.tensor.ops.halo import Halo, fetch, halos_of, padded, send_home
-from longmesh.tensor.ops.pieces import bind, linear_or_reduced, reduced
+from longmesh.tensor.autograd import gradient_layout
+from longmesh.tensor.dispatch import Family
+from longmesh.tensor.ops.halo import Border, borders_of, fetch, fetched_shape, padded, send_home
+from longmesh.tensor.ops.pieces import bind
+from longmesh.tensor.planner import USUAL, Planned, Planner
 
 aten = torch.ops.aten
 
@@ -47,9 +45,9 @@ class Pool:
         ways = zip(self.sizes, kernel, self.stride, self.padding, self.dilation, strict=True)
         self.out_shape = (*shape[:-n], *(window_size(*way) for way in ways))
 
-    def inner_padding(self, halos: Sequence[Halo]) -> list[int]:
-        """What the local call pads: nothing along a cut dim, where it was done by hand."""
-        cut = [halo.dim for halo in halos]
+    def inner_padding(self, borders: Sequence[Border]) -> list[int]:
+        """What the local call pads: nothing along a sharded dim, where it was done by hand."""
+        cut = [border.dim for border in borders]
         return [0 if dim in cut else self.padding[i] for i, dim in enumerate(self.slides)]
 
 
@@ -62,20 +60,20 @@ def _num_dims(func: OpOverload) -> int:
     return 3 if "pool3d" in func._schema.name else 2
 
 
-def _is_cut(tensor: Any, n: int) -> bool:
-    return isinstance(tensor, DTensor) and any(d >= tensor.ndim - n for d in tensor._layout.shard_dims)
+def _is_sharded(tensor: Any, n: int) -> bool:
+    return isinstance(tensor, Planned) and any(d >= tensor.ndim - n for d in tensor._layout.shard_dims)
 
 
 def _planned(func: OpOverload, given: dict[str, Any], *names: str) -> Pool | None:
-    """The call, if one of the tensors called `names` is cut along a spatial dim and padding may be put there by hand;
+    """The call, if one of the tensors `names` is sharded along a spatial dim and padding may be put there by hand;
     None where the op's rule does it, or torch is to say what is wrong."""
     n, x = _num_dims(func), given["self"]
     counted = given.get("count_include_pad", True) or given.get("divisor_override") is not None
     if given["ceil_mode"] or not (counted or not any(_of_each(given["padding"], n))):
         return None
-    if not all(isinstance(given[name], DTensor) for name in names) or not x.numel():
+    if not all(isinstance(given[name], Planned) for name in names) or not x.numel():
         return None
-    if not any(_is_cut(given[name], n) for name in names):
+    if not any(_is_sharded(given[name], n) for name in names):
         return None
     pool = Pool(given, x.shape, n)
     reach = [d * (k - 1) + 1 for k, d in zip(pool.kernel, pool.dilation, strict=True)]
@@ -86,26 +84,28 @@ def _planned(func: OpOverload, given: dict[str, Any], *names: str) -> Pool | Non
 # -- maxima ----------------------------------------------------------------------------------------
 
 
-def max_pool(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def max_pool(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """max_pool2d_with_indices, max_pool3d_with_indices."""
     given, n = bind(func, args, kwargs), _num_dims(func)
     pool = _planned(func, given, "self")
     if pool is None:
-        return dispatch.run(func, args, kwargs)
-    x = reduced(given["self"])
-    layout, comm = x._layout, comm_of(x._mesh)
-    halos = halos_of(pool.slides, layout, layout, pool.out_shape, comm)
-    local = padded(fetch(x._local_tensor, halos), halos, value=identity_of("max", x.dtype))
-    shape = layout.local_shape(pool.out_shape, comm.coordinate)
-    if 0 in shape:
-        values, places = local.new_zeros(shape), local.new_zeros(shape, dtype=torch.int64)
-    else:
-        values, places = func(
-            local, pool.kernel, pool.stride, pool.inner_padding(halos), pool.dilation, False
-        )
-        shifts = {halo.dim - x.ndim + n: halo.window.rows[0] - halo.window.before for halo in halos}
-        places = _renumbered(places, tuple(local.shape[-n:]), pool.sizes, shifts)
-    return _wrapped(values, x, layout, pool.out_shape), _wrapped(places, x, layout, pool.out_shape)
+        return USUAL
+    x = p.reduced(given["self"])
+    borders = borders_of(pool.slides, x._layout, x._layout, pool.out_shape, p.comm)
+    shape = list(map(int, x._layout.local_shape(pool.out_shape, p.comm.coordinate)))
+    lowest = identity_of("max", x.dtype)
+    shifts = {b.dim - x.ndim + n: b.window.rows[0] - b.window.before for b in borders}
+
+    def run(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        local = padded(rows, borders, value=lowest)
+        if 0 in shape:
+            return local.new_zeros(shape), local.new_zeros(shape, dtype=torch.int64)
+        options = (pool.kernel, pool.stride, pool.inner_padding(borders), pool.dilation, False)
+        values, places = func(local, *options)
+        return values, _renumbered(places, tuple(local.shape[-n:]), pool.sizes, shifts)
+
+    values, places = p.locals(2, run, fetch(p, x, x.local_shape, x.dtype, borders))
+    return p.wrap(values, x, shape=pool.out_shape), p.wrap(places, x, shape=pool.out_shape, dtype=torch.int64)
 
 
 def _renumbered(
@@ -122,82 +122,83 @@ def _renumbered(
     return result
 
 
-def max_pool_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gradients go to the places that the maxima came from, and then to the ranks that hold those."""
+def max_pool_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gradients go to the places that the maxima came from, and then to the ranks that have those."""
     given, n = bind(func, args, kwargs), _num_dims(func)
     pool = _planned(func, given, "grad_output", "self", "indices")
     if pool is None:
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     grad, x = given["grad_output"], given["self"]
     layout = _common_layout(grad, x, n)
-    local, where = move(grad, layout)._local_tensor, move(given["indices"], layout)._local_tensor
-    halos = halos_of(pool.slides, layout, layout, pool.out_shape, comm_of(x._mesh))
-    rows = _empty_rows(local, x, layout, halos)
-    if local.numel():
-        shifts = {halo.dim - x.ndim + n: -halo.window.rows[0] for halo in halos}
-        flat = _renumbered(where, pool.sizes, tuple(rows.shape[-n:]), shifts)
-        rows.flatten(-n).scatter_add_(-1, flat.flatten(-n), local.flatten(-n))
-    return _wrapped(send_home(rows, halos), x, layout, x.shape)
+    borders = borders_of(pool.slides, layout, layout, pool.out_shape, p.comm)
+    own = list(map(int, layout.local_shape(x.shape, p.comm.coordinate)))
+    covered = fetched_shape(own, borders)
+    shifts = {b.dim - x.ndim + n: -b.window.rows[0] for b in borders}
+
+    def run(local: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        rows = local.new_zeros(covered)
+        if local.numel():
+            flat = _renumbered(where, pool.sizes, tuple(covered[-n:]), shifts)
+            rows.flatten(-n).scatter_add_(-1, flat.flatten(-n), local.flatten(-n))
+        return rows
+
+    rows = p.local(run, p.redistribute(grad, layout), p.redistribute(given["indices"], layout))
+    return p.wrap(send_home(p, rows, own, grad.dtype, borders), grad, layout=layout, shape=x.shape)
 
 
-def _common_layout(grad: DTensor, x: DTensor, n: int) -> Layout:
-    """Where a gradient is made: as the image lies if that is cut along a spatial dim, else as its gradient."""
-    return gradient_layout(x._layout if _is_cut(x, n) else grad._layout)
-
-
-def _empty_rows(grad: torch.Tensor, x: DTensor, layout: Layout, halos: Sequence[Halo]) -> torch.Tensor:
-    """Zeros for the rows of the image that this rank's windows cover."""
-    shape = list(layout.local_shape(x.shape, comm_of(x._mesh).coordinate))
-    for halo in halos:
-        low, high = halo.window.rows
-        shape[halo.dim] = high - low
-    return grad.new_zeros(shape)
+def _common_layout(grad: Planned, x: Planned, n: int) -> Layout:
+    """Where a gradient is made: as the image is if that is sharded along a spatial dim, else as its gradient."""
+    return gradient_layout(x._layout if _is_sharded(x, n) else grad._layout)
 
 
 # -- averages --------------------------------------------------------------------------------------
 
 
-def avg_pool(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def avg_pool(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """avg_pool2d, avg_pool3d: linear, so a pending sum stays one."""
     given = bind(func, args, kwargs)
     pool = _planned(func, given, "self")
     if pool is None:
-        return dispatch.run(func, args, kwargs)
-    x = linear_or_reduced(given["self"])
-    layout, comm = x._layout, comm_of(x._mesh)
-    halos = halos_of(pool.slides, layout, layout, pool.out_shape, comm)
-    local = padded(fetch(x._local_tensor, halos), halos)
-    shape = layout.local_shape(pool.out_shape, comm.coordinate)
-    result = local.new_zeros(shape) if 0 in shape else func(local, *_averaging(given, pool, halos))
-    return _wrapped(result, x, layout, pool.out_shape)
+        return USUAL
+    x = p.linear_or_reduced(given["self"])
+    borders = borders_of(pool.slides, x._layout, x._layout, pool.out_shape, p.comm)
+    shape = list(map(int, x._layout.local_shape(pool.out_shape, p.comm.coordinate)))
+    options = _averaging(given, pool, borders)
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        return rows.new_zeros(shape) if 0 in shape else func(padded(rows, borders), *options)
+
+    return p.wrap(p.local(run, fetch(p, x, x.local_shape, x.dtype, borders)), x, shape=pool.out_shape)
 
 
-def avg_pool_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def avg_pool_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given, n = bind(func, args, kwargs), _num_dims(func)
     pool = _planned(func, given, "grad_output", "self")
     if pool is None:
-        return dispatch.run(func, args, kwargs)
+        return USUAL
     grad, x = given["grad_output"], given["self"]
     layout = _common_layout(grad, x, n)
-    local = move(grad, layout)._local_tensor
-    halos = halos_of(pool.slides, layout, layout, pool.out_shape, comm_of(x._mesh))
-    rows = _empty_rows(local, x, layout, halos)
-    if local.numel():
-        around = func(local, padded(rows, halos), *_averaging(given, pool, halos))
-        rows = padded(around, halos, sign=-1)
-    return _wrapped(send_home(rows, halos), x, layout, x.shape)
+    borders = borders_of(pool.slides, layout, layout, pool.out_shape, p.comm)
+    own = list(map(int, layout.local_shape(x.shape, p.comm.coordinate)))
+    covered = fetched_shape(own, borders)
+    options = _averaging(given, pool, borders)
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        rows = local.new_zeros(covered)
+        if not local.numel():
+            return rows
+        return padded(func(local, padded(rows, borders), *options), borders, sign=-1)
+
+    rows = p.local(run, p.redistribute(grad, layout))
+    return p.wrap(send_home(p, rows, own, grad.dtype, borders), grad, layout=layout, shape=x.shape)
 
 
-def _averaging(given: dict[str, Any], pool: Pool, halos: Sequence[Halo]) -> tuple[Any, ...]:
-    padding = pool.inner_padding(halos)
+def _averaging(given: dict[str, Any], pool: Pool, borders: Sequence[Border]) -> tuple[Any, ...]:
+    padding = pool.inner_padding(borders)
     return pool.kernel, pool.stride, padding, False, given["count_include_pad"], given["divisor_override"]
 
 
-def _wrapped(local: torch.Tensor, x: DTensor, layout: Layout, shape: Sequence[int]) -> DTensor:
-    return DTensor(local, x._mesh, layout, tuple(shape), global_stride(shape, local))
-
-
-HANDLERS: dict[OpOverload, Handler] = {
+FAMILIES: dict[OpOverload, Family] = {
     **dict.fromkeys((aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default), max_pool),
     **dict.fromkeys(
         (

@@ -1,7 +1,7 @@
 """Random ops whose result does not depend on the layout.
 
 Each rank makes its own part of the global random tensor (`tensor/random.py`). Tensors that give parameters
-are taken where they lie, pending reductions carried out first. The few distributions that need rejection
+are taken as they are laid out, pending reductions carried out first. The few distributions that need rejection
 sampling run whole on every rank, from one seed, so they agree too.
 """
 
@@ -13,21 +13,16 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from longmesh.comm import comm_of
-from longmesh.comm.local import identity_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial
+from longmesh.spec.identity import identity_of
 from longmesh.tensor import distributions
-from longmesh.tensor.autograd import gradient_layout, move
-from longmesh.tensor.dispatch import Handler
+from longmesh.tensor.autograd import gradient_layout
+from longmesh.tensor.dispatch import Family
 from longmesh.tensor.distributions import Distribution
-from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.meta import contiguous_stride, global_stride
-from longmesh.tensor.ops.pieces import bind, reduced
-from longmesh.tensor.philox import Key
-from longmesh.tensor.plain import first_mesh, replicate_plain
+from longmesh.tensor.ops.pieces import bind
+from longmesh.tensor.planner import Planned, Planner
 from longmesh.tensor.random import keeps_value, next_key, sample, std_of_parts
-from longmesh.tensor.tree import map_tensors
 
 aten = torch.ops.aten
 
@@ -36,22 +31,28 @@ Maker = Callable[[torch.dtype, Arguments], Distribution]
 
 
 def draw_like(
-    like: DTensor,
+    p: Planner,
+    like: Planned,
     distribution: Distribution,
-    key: Key | None,
+    generator: torch.Generator | None = None,
     *,
     dtype: torch.dtype | None = None,
-    layout: Layout | None = None,
-) -> DTensor:
-    """A random DTensor that lies as `like` does (replicated where that is pending). Sends nothing."""
-    layout = gradient_layout(like._layout) if layout is None else layout
+    shape: tuple[int, ...] | None = None,
+) -> Planned:
+    """A random tensor that is laid out as `like` (replicated where that is pending). Sends nothing. The key of its
+    numbers is taken when it is drawn."""
+    layout = gradient_layout(like._layout)
     kind = like.dtype if dtype is None else dtype
-    where = comm_of(like._mesh).coordinate
-    local = sample(distribution, key, layout, like.shape, where, kind, like._local_tensor.device)
-    if local.shape == like._local_tensor.shape and not like._local_tensor.is_contiguous():
-        local = torch.empty_like(like._local_tensor, dtype=kind).copy_(local)
-        return DTensor(local, like._mesh, layout, like.shape, global_stride(like.shape, local))
-    return DTensor(local, like._mesh, layout, like.shape, contiguous_stride(like.shape))
+    size = tuple(like.shape) if shape is None else shape
+    where, device = like._tensor_layout.comm.coordinate, p.device
+
+    def draw(local: torch.Tensor) -> torch.Tensor:
+        drawn = sample(distribution, next_key(generator), layout, size, where, kind, device)
+        if drawn.shape == local.shape and not local.is_contiguous():
+            return torch.empty_like(local, dtype=kind).copy_(drawn)
+        return drawn
+
+    return p.wrap(p.local(draw, like), like, layout=layout, shape=size, dtype=kind)
 
 
 # -- filled from numbers ---------------------------------------------------------------------------
@@ -86,51 +87,61 @@ def _part(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def fill(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fill(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In place (uniform_) or new (uniform, rand_like): every element from the op's numbers alone."""
     given = bind(func, args, kwargs)
-    target: DTensor = given["self"]
+    target: Planned = given["self"]
     name = func._schema.name.removeprefix("aten::")
     dtype = given.get("dtype") or target.dtype
+    if any(isinstance(value, Planned) for key, value in given.items() if key != "self"):
+        return p.one_by_one(func, _with_numbers)
     distribution = FILLS[name.removesuffix("_")](dtype, given)
-    key = next_key(given.get("generator"))
     if not name.endswith("_"):
-        return draw_like(target, distribution, key, dtype=dtype)
-    return overwrite(target, draw_like(target, distribution, key))
+        return draw_like(p, target, distribution, given.get("generator"), dtype=dtype)
+    return overwrite(p, target, draw_like(p, target, distribution, given.get("generator")))
 
 
-def overwrite(target: DTensor, value: Any) -> DTensor:
-    """Write a value to a tensor in place; terms of a pending reduction are made so that it holds the value."""
-    where = comm_of(target._mesh).coordinate
-    value = move(value, gradient_layout(target._layout))
-    if keeps_value(target._layout, where):
-        target._local_tensor.copy_(value._local_tensor)
+def _with_numbers(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """randint_like with a tensor as its bound: its value is read first."""
+    given = {name: value for name, value in bind(func, args, kwargs).items() if name != "self"}
+    numbers = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in given.items() if v is not None}
+    generator = numbers.pop("generator", None)
+    target, high = args[0], int(numbers.pop("high"))
+    if generator is not None:
+        return aten.randint_like.generator(target, high, generator=generator, **numbers)
+    return aten.randint_like.default(target, high, **numbers)
+
+
+def overwrite(p: Planner, target: Planned, value: Any) -> Planned:
+    """Write a value to a tensor in place; terms of a pending reduction are made so that it has the value."""
+    layout = target._layout
+    value = p.redistribute(value, gradient_layout(layout))
+    if keeps_value(layout, target._tensor_layout.comm.coordinate):
+        p.local(torch.Tensor.copy_, target, value)
     else:
-        pending = target._layout.placements[target._layout.partial_axes[0]]
+        pending = layout.placements[layout.partial_axes[0]]
         assert isinstance(pending, Partial)
-        target._local_tensor.fill_(identity_of(pending.reduce_op, target.dtype))
+        p.local(torch.Tensor.fill_, target, identity_of(pending.reduce_op, target.dtype))
     return target
 
 
 # -- with tensors as parameters --------------------------------------------------------------------
 
 
-def bernoulli_from_self(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def bernoulli_from_self(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """bernoulli(p): every element its own probability."""
-    p = reduced(args[0])
-    key = next_key(kwargs.get("generator"))
-    unit = draw_like(p, _fine_unit(p.dtype), key, dtype=_fine(p.dtype))
-    local = (unit._local_tensor < p._local_tensor).to(p.dtype)
-    return DTensor(local, p._mesh, p._layout, p.shape, global_stride(p.shape, local))
+    odds = p.reduced(args[0])
+    unit = draw_like(p, odds, _fine_unit(odds.dtype), kwargs.get("generator"), dtype=_fine(odds.dtype))
+    return torch.lt(unit, odds).to(odds.dtype)
 
 
-def bernoulli_from_tensor(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def bernoulli_from_tensor(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """bernoulli(self, p) and bernoulli_(p) with a tensor of probabilities, broadcast to self."""
-    target, p = args[0], _on_mesh(args[1], args[0])
-    kind = _fine(p.dtype)
-    unit = draw_like(target, _fine_unit(p.dtype), next_key(kwargs.get("generator")), dtype=kind)
-    value = torch.lt(unit, p).to(target.dtype)
-    return overwrite(target, value) if func is aten.bernoulli_.Tensor else value
+    target, odds = args[0], p.reduced(args[1])
+    generator = bind(func, args, kwargs)["generator"]
+    unit = draw_like(p, target, _fine_unit(odds.dtype), generator, dtype=_fine(odds.dtype))
+    value = torch.lt(unit, odds).to(target.dtype)
+    return overwrite(p, target, value) if func is aten.bernoulli_.Tensor else value
 
 
 def _fine(dtype: torch.dtype) -> torch.dtype:
@@ -141,31 +152,22 @@ def _fine_unit(dtype: torch.dtype) -> Distribution:
     return distributions.uniform(_fine(dtype))
 
 
-def normal_from_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def normal_from_tensors(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """normal(mean, std) with tensors: mean + std * z."""
     given = bind(func, args, kwargs)
-    args, _ = replicate_plain(func, (given["mean"], given["std"]), {})
-    mean, std = args
-    tensors = [reduced(t) for t in args if isinstance(t, DTensor)]
+    mean, std = given["mean"], given["std"]
+    tensors: list[Any] = [p.reduced(t) for t in (mean, std) if isinstance(t, Planned)]
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     like: Any = next((t for t in tensors if t.shape == shape), None)
     like = tensors[0].expand(shape) if like is None else like
-    z = draw_like(like, distributions.normal(like.dtype), next_key(given.get("generator")))
-    return z * std + mean
+    return draw_like(p, like, distributions.normal(like.dtype), given.get("generator")) * std + mean
 
 
-def _on_mesh(tensor: torch.Tensor, like: DTensor) -> DTensor:
-    if isinstance(tensor, DTensor):
-        return reduced(tensor)
-    whole = Layout.replicated(like._layout.mesh)
-    return DTensor(tensor, like._mesh, whole, tensor.shape, tensor.stride())
-
-
-def multinomial(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Rows may be cut; a row's weights come together. With replacement by the inverse of the cumulated
+def multinomial(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows may be sharded; a row's weights come together. With replacement by the inverse of the cumulated
     weights, without by the order in which exponential clocks ring."""
     given = bind(func, args, kwargs)
-    weights, count = given["self"], given["num_samples"]
+    weights, count, generator = given["self"], given["num_samples"], given["generator"]
     classes = weights.shape[-1] if weights.ndim else 0
     if weights.ndim not in (1, 2) or count < 1 or (not given["replacement"] and count > classes):
         raise LongmeshError(
@@ -175,55 +177,45 @@ def multinomial(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     layout = gradient_layout(weights._layout)
     for axis in layout.cuts(weights.ndim - 1):
         layout = layout.with_placement(axis, Layout.replicated(layout.mesh).placements[axis])
-    weights = move(weights, layout)
-    local, key = weights._local_tensor, next_key(given["generator"])
+    weights = p.redistribute(weights, layout)
     shape = (*weights.shape[:-1], count)
     if given["replacement"]:
-        like = DTensor(
-            local.new_empty((*local.shape[:-1], count)),
-            weights._mesh,
-            layout,
-            shape,
-            contiguous_stride(shape),
-        )
-        unit = draw_like(like, distributions.uniform(torch.float64), key, dtype=torch.float64)._local_tensor
-        rising = local.double().cumsum(-1)
-        found = torch.searchsorted(rising, unit * rising[..., -1:], right=True)
-        last = (local > 0).long().mul(torch.arange(1, classes + 1, device=local.device)).amax(
-            -1, keepdim=True
-        ) - 1
-        indices = torch.minimum(found, last)
+        uniform = distributions.uniform(torch.float64)
+        unit = draw_like(p, weights, uniform, generator, dtype=torch.float64, shape=shape)
+        indices = p.local(_by_inverse, weights, unit)
     else:
-        clocks = draw_like(weights, distributions.exponential(torch.float64), key, dtype=torch.float64)
-        indices = (local.double() / clocks._local_tensor).topk(count, dim=-1).indices
-    return DTensor(indices.contiguous(), weights._mesh, layout, shape, contiguous_stride(shape))
+        exponential = distributions.exponential(torch.float64)
+        clocks = draw_like(p, weights, exponential, generator, dtype=torch.float64)
+        indices = p.local(lambda w, c: (w.double() / c).topk(count, dim=-1).indices, weights, clocks)
+    return p.wrap(indices, weights, shape=shape, dtype=torch.int64)
+
+
+def _by_inverse(local: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+    rising = local.double().cumsum(-1)
+    found = torch.searchsorted(rising, unit * rising[..., -1:], right=True)
+    numbers = torch.arange(1, local.shape[-1] + 1, device=local.device)
+    last = (local > 0).long().mul(numbers).amax(-1, keepdim=True) - 1
+    return torch.minimum(found, last).contiguous()
 
 
 # -- no conversion of a fixed number of bits: whole on every rank, from one seed ---------------------------
 
 
-def seeded(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def seeded(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather the inputs and let torch draw, on every rank from the same seed."""
-    mesh = first_mesh(args, kwargs)
-    whole = Layout.replicated(mesh)
-    given = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
-    key = next_key(given)
-    if key is None:
-        raise LongmeshError(
-            f"{func} in a traced program would repeat what it drew while tracing; run it outside"
-        )
+    given = bind(func, args, kwargs)
+    generator, device = given.pop("generator", None), p.device
 
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        return move(tensor, whole)._local_tensor if isinstance(tensor, DTensor) else tensor
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        key = next_key(generator)
+        if key is None:
+            raise LongmeshError(
+                f"{func} in a traced program would repeat what it drew while tracing; run it outside"
+            )
+        seed = (key[0] + key[1] * 0x9E3779B97F4A7C15) % 2**63
+        return func(*args, **kwargs, generator=torch.Generator(device).manual_seed(seed))
 
-    local_args, local_kwargs = map_tensors(gather, (args, kwargs))
-    device = next(a.device for a in (*args, *kwargs.values()) if isinstance(a, DTensor))
-    generator = torch.Generator(device).manual_seed((key[0] + key[1] * 0x9E3779B97F4A7C15) % 2**63)
-    names = [argument.name for argument in func._schema.arguments]
-    local_args = tuple(a for n, a in zip(names, local_args, strict=False) if n != "generator")
-    local_kwargs["generator"] = generator
-    result = func(*local_args, **local_kwargs)
-    return map_tensors(lambda t: DTensor(t, mesh, whole, t.shape, t.stride()), result)
+    return p.on_whole_tensors(draw, tuple(given.values()), {})
 
 
 def _overloads(*names: str) -> list[OpOverload]:
@@ -234,7 +226,7 @@ def _overloads(*names: str) -> list[OpOverload]:
     return found
 
 
-HANDLERS: dict[OpOverload, Handler] = {
+FAMILIES: dict[OpOverload, Family] = {
     **dict.fromkeys(
         _overloads(
             "uniform_", "normal_", "log_normal_", "exponential_", "geometric_", "cauchy_", "bernoulli_.float",
