@@ -39,6 +39,7 @@ from longmesh.tensor.op_plan import NOTHING, Given, OpPlan, Output, Whole
 from longmesh.tensor.propagate import choose
 from longmesh.tensor.steps import (
     ApplyMask,
+    Attend,
     Exchange,
     Forget,
     Gather,
@@ -354,6 +355,15 @@ class Planner:
         slot = self.new_slot()
         self.steps.append(Halo(_slot(part), slot, dim, have, need, group, home, row_bytes))
         return Part(slot)
+
+    def attend(
+        self, count: int, call: Callable[..., Any], *args: Any, group: AxisGroup, sent_bytes: int
+    ) -> tuple[Part, ...]:
+        """Attention by the engine; not while tensors are traced, which can't see into it."""
+        self.needs_values = True
+        slot = self.new_slot(count)
+        self.steps.append(Attend(call, _as_slots(args), slot, count, group, sent_bytes))
+        return tuple(Part(slot + i) for i in range(count))
 
     def wrap(
         self,

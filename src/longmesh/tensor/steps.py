@@ -374,6 +374,33 @@ class LocalCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Attend:
+    """Attention over a sharded sequence: `call` runs the plan of the attention engine, in which this rank sends
+    `sent_bytes`."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    out: int
+    count: int
+    group: AxisGroup
+    sent_bytes: int
+
+    @property
+    def reads(self) -> list[int]:
+        return slots_in(self.args)
+
+    def run(self, frame: Frame) -> None:
+        frame.values[self.out : self.out + self.count] = self.call(*fill(self.args, frame.values))
+
+    @property
+    def is_collective(self) -> bool:
+        return self.group.size > 1
+
+    def __str__(self) -> str:
+        return "keys and values, or their gradients, pass from rank to rank"
+
+
+@dataclass(frozen=True, slots=True)
 class RunOps:
     """Ops one by one, on DTensors, each with a plan of its own, since the next depends on values that are computed."""
 
@@ -398,7 +425,19 @@ class RunOps:
         return False
 
 
-Step = ApplyMask | Recall | Forget | Redistribute | Exchange | Gather | Halo | GivenCall | LocalCall | RunOps
+Step = (
+    ApplyMask
+    | Recall
+    | Forget
+    | Redistribute
+    | Exchange
+    | Gather
+    | Halo
+    | Attend
+    | GivenCall
+    | LocalCall
+    | RunOps
+)
 
 
 def drops(steps: tuple[Step, ...], keep: set[int], num_inputs: int) -> tuple[tuple[int, ...], ...]:

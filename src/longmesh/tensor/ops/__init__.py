@@ -34,6 +34,7 @@ from longmesh.tensor.ops import (
 
 FAMILIES: dict[OpOverload, Family] = {
     **arg_reduction.FAMILIES,
+    **attention.FAMILIES,
     **conv.FAMILIES,
     **dropout.FAMILIES,
     **embedding.FAMILIES,
@@ -56,6 +57,5 @@ HANDLERS: dict[OpOverload, Handler] = {
     **foreach.HANDLERS,
     **foreach_norm.HANDLERS,
     **fused.HANDLERS,
-    **attention.HANDLERS,
     **foreign.HANDLERS,
 }

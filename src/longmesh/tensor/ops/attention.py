@@ -9,7 +9,7 @@ outputs, of which only their own backwards make use.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,53 +18,56 @@ from torch._ops import OpOverload
 from longmesh.attention import masks, plan_attention
 from longmesh.attention.execute.driver import Task
 from longmesh.attention.execute.function import Call, backward_rows, forward_rows
-from longmesh.attention.execute.route import Route
+from longmesh.attention.execute.route import Move, Route
 from longmesh.attention.kernel.base import Gradients, Score
 from longmesh.attention.kernel.choose import choose, need_of
+from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.attention.layout.base import collect
 from longmesh.attention.layout.given import Given
-from longmesh.comm import MeshComm
-from longmesh.rules.lookup import can_read
+from longmesh.comm.groups import AxisGroup
 from longmesh.spec import Layout
-from longmesh.tensor.autograd import move
-from longmesh.tensor.dispatch import USUAL, Handler
-from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.meta import contiguous_stride, global_stride
+from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.pieces import bind
+from longmesh.tensor.planner import USUAL, Planned, Planner
 
 aten = torch.ops.aten
 
 _TOKENS = 2
 
 
-def forward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def forward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(func, args, kwargs)
-    if not _is_ours(given):
+    if p.is_traced or not _is_ours(given):
         return USUAL
-    query: DTensor = given["query"]
-    q, k, v = (given[name]._local_tensor for name in ("query", "key", "value"))
-    if q.numel() == 0 and not _group_has_tokens(q):
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    shape = (*query.shape[:3], value.shape[3])
+    if not _group_has_tokens(query):
+        out = p.local(torch.empty_like, query)
+        lse = p.local(torch.Tensor.new_empty, query, query.local_shape[:3], dtype=torch.float32)
     else:
-        out, saved = forward_rows(_call(given), q, k, v, None)
-        assert saved[4] is not None
-        lse = saved[4]
-    shape = (*query.shape[:3], given["value"].shape[3])
+        route, group = _route_of(given)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, Any]:
+            out, saved = forward_rows(_call(given, route, group, q, v), q, k, v, None)
+            return out, saved[4]
+
+        sent = _sent(route.keys, group) * _row(key, value) * key.dtype.itemsize
+        out, lse = p.attend(2, attend, query, key, value, group=group, sent_bytes=sent)
     return (
-        DTensor(out, query._mesh, query._layout, shape, global_stride(shape, out)),
-        DTensor(lse, query._mesh, query._layout, shape[:3], contiguous_stride(shape[:3])),
-        *_further_outputs(func, query),
+        p.wrap(out, query, shape=shape),
+        p.wrap(lse, query, shape=shape[:3], dtype=accumulate_dtype(query.dtype)),
+        *_further_outputs(p, func, query),
     )
 
 
-def _further_outputs(func: OpOverload, query: DTensor) -> tuple[Any, ...]:
+def _further_outputs(p: Planner, func: OpOverload, query: Planned) -> tuple[Any, ...]:
     """What a CUDA op returns beside output and log-sum-exp: lengths of packed sequences, which there are none of, the
     numbers of queries and keys, the state of a generator that was not used."""
     whole = Layout.replicated(query._layout.mesh)
 
-    def unused(dtype: torch.dtype, *shape: int) -> DTensor:
-        local = query._local_tensor.new_zeros(shape, dtype=dtype)
-        return DTensor(local, query._mesh, whole, shape, local.stride())
+    def unused(dtype: torch.dtype, *shape: int) -> Planned:
+        local = p.local(torch.Tensor.new_zeros, query, shape, dtype=dtype)
+        return p.wrap(local, query, layout=whole, shape=shape, dtype=dtype)
 
     tokens = query.shape[_TOKENS]
     if func is aten._scaled_dot_product_flash_attention.default:
@@ -77,33 +80,52 @@ def _further_outputs(func: OpOverload, query: DTensor) -> tuple[Any, ...]:
     return ()
 
 
-def backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(func, args, kwargs)
-    if not _is_ours(given):
+    if p.is_traced or not _is_ours(given):
         return USUAL
-    inputs = [given[name] for name in ("query", "key", "value")]
-    q, k, v, out, lse = (given[name]._local_tensor for name in ("query", "key", "value", "out", "logsumexp"))
-    dout = move(_gradient(given), given["query"]._layout)._local_tensor
-    if q.numel() == 0 and not _group_has_tokens(q):
-        grads = [torch.zeros_like(t) for t in (q, k, v)]
+    query, key, value = inputs = [given[name] for name in ("query", "key", "value")]
+    dout = p.redistribute(_gradient(given), query._layout)
+    if not _group_has_tokens(query):
+        grads = tuple(p.local(torch.zeros_like, t) for t in inputs)
     else:
-        saved = [q, k, v, out.to(lse.dtype), lse, None]
-        grads = backward_rows(_call(given), dout, saved, None, None, Gradients(dout, dout, dout), k.shape[1])
-    found = tuple(
-        DTensor(g.to(t.dtype), t._mesh, t._layout, t.shape, global_stride(t.shape, g))
-        for g, t in zip(grads, inputs, strict=True)
-    )
+        route, group = _route_of(given)
+
+        def differentiate(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> list[torch.Tensor]:
+            saved = [q, k, v, out.to(lse.dtype), lse, None]
+            call, totals = _call(given, route, group, q, v), Gradients(dout, dout, dout)
+            found = backward_rows(call, dout, saved, None, None, totals, k.shape[1])
+            return [g.to(t.dtype) for g, t in zip(found, (q, k, v), strict=True)]
+
+        row = _row(key, value)
+        sent = _sent(route.keys, group) * row * key.dtype.itemsize
+        sent += _sent(route.home, group) * row * accumulate_dtype(key.dtype).itemsize
+        operands = (dout, *inputs, given["out"], given["logsumexp"])
+        grads = p.attend(3, differentiate, *operands, group=group, sent_bytes=sent)
+    found = tuple(p.wrap(g, t) for g, t in zip(grads, inputs, strict=True))
     is_of_bias = func is aten._scaled_dot_product_efficient_attention_backward.default
     return (*found, None) if is_of_bias else found
+
+
+def _sent(moves: Sequence[Move | None], group: AxisGroup) -> int:
+    """The rows that this rank sends."""
+    return sum(sum(m.send_counts) - m.send_counts[group.rank] for m in moves if m is not None)
+
+
+def _row(key: Planned, value: Planned) -> int:
+    """The elements of a row that travels: a token's key and value, of all batch rows and heads that are here."""
+    batch, heads, _, head_dim = key.local_shape
+    return batch * heads * (head_dim + value.local_shape[3])
 
 
 def _gradient(given: dict[str, Any]) -> Any:
     return given["grad_out_"] if "grad_out_" in given else given["grad_out"]
 
 
-def _group_has_tokens(local: torch.Tensor) -> bool:
+def _group_has_tokens(query: Planned) -> bool:
     """Whether the ranks that share this rank's heads and batch rows have anything to attend with."""
-    return local.shape[0] > 0 and local.shape[1] > 0 and local.shape[3] > 0
+    batch, heads, _, head_dim = query.local_shape
+    return batch > 0 and heads > 0 and head_dim > 0 and query.shape[_TOKENS] > 0
 
 
 def _is_ours(given: dict[str, Any]) -> bool:
@@ -111,17 +133,16 @@ def _is_ours(given: dict[str, Any]) -> bool:
     depends on."""
     tensors = [given[name] for name in ("query", "key", "value", "out", "logsumexp") if name in given]
     mask = given["attn_mask"] if "attn_mask" in given else given.get("attn_bias")
-    if mask is not None or given["dropout_p"] or not all(isinstance(t, DTensor) for t in tensors):
+    if mask is not None or given["dropout_p"] or not all(isinstance(t, Planned) for t in tensors):
         return False
     query = tensors[0]
     layout = query._layout
     if "out" in given and (
-        not isinstance(_gradient(given), DTensor) or _gradient(given)._mesh is not query._mesh
+        not isinstance(_gradient(given), Planned) or _gradient(given)._mesh is not query._mesh
     ):
         return False
     return (
-        can_read(query._local_tensor)  # not under a compiler, which can't see into the engine
-        and bool(layout.cuts(_TOKENS))
+        bool(layout.cuts(_TOKENS))
         and not layout.partial_axes
         and 3 not in layout.shard_dims
         and all(t._layout is layout and t._mesh is query._mesh for t in tensors)
@@ -129,29 +150,24 @@ def _is_ours(given: dict[str, Any]) -> bool:
     )
 
 
-def _call(given: dict[str, Any]) -> Call:
-    query: DTensor = given["query"]
-    q, v = query._local_tensor, given["value"]._local_tensor
-    held = query._tensor_layout
-    route = _route(
-        held.comm,
-        held.layout,
-        int(query.shape[_TOKENS]),
-        bool(given["is_causal"]),
-        (q.shape[1], q.shape[3], q.element_size()),
-    )
+def _route_of(given: dict[str, Any]) -> tuple[Route, AxisGroup]:
+    query: Planned = given["query"]
+    own, local = query._tensor_layout, query.local_shape
+    group = own.comm.group(tuple(sorted(own.layout.cuts(_TOKENS))))
+    sizes = (local[1], local[3], query.dtype.itemsize)
+    return _route(group, own.layout, int(query.shape[_TOKENS]), bool(given["is_causal"]), sizes), group
+
+
+def _call(given: dict[str, Any], route: Route, group: AxisGroup, q: torch.Tensor, v: torch.Tensor) -> Call:
     score = Score(given["scale"])
     kernel = choose(need_of(q, v, score, (), True), None).kernel
-    group = held.comm.group(tuple(sorted(held.layout.cuts(_TOKENS))))
     return Call((Task(route, kernel, score, group, None),))
 
 
-@functools.lru_cache(maxsize=1024)
 def _route(
-    comm: MeshComm, layout: Layout, seq_len: int, is_causal: bool, sizes: tuple[int, int, int]
+    group: AxisGroup, layout: Layout, seq_len: int, is_causal: bool, sizes: tuple[int, int, int]
 ) -> Route:
     """This rank's part of the plan; its ranks are the members of the group, in the group's order."""
-    group = comm.group(tuple(sorted(layout.cuts(_TOKENS))))
     owned: list[tuple[int, int, int]] = []
     for rank, member in enumerate(group.members):
         start, length = layout.interval(_TOKENS, seq_len, member)
@@ -170,7 +186,7 @@ def _route(
     return Route(plan.rows[0], group.rank, tuple(range(group.size)), (group.rank,))
 
 
-HANDLERS: dict[OpOverload, Handler] = {
+FAMILIES: dict[OpOverload, Family] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: backward,
     aten._scaled_dot_product_flash_attention.default: forward,
