@@ -73,7 +73,7 @@ def lines_of(name: str) -> str:
         func = functional_form(func) or func
         rule = find_rule(rule_name(func))
         if rule is None or "out" in kwargs:
-            cells.setdefault(rule_name(func), "handler" if func in dispatch.handlers else "no rule")
+            cells.setdefault(rule_name(func), "family" if func in dispatch.families else "no rule")
             continue
         call = describe(func, args, kwargs)
         if not call.tensors:

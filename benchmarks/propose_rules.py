@@ -41,7 +41,7 @@ def proposals_of(name: str, num_samples: int, grad: bool) -> dict[str, list[str]
 
 
 def print_proposals(name: str, num_samples: int, grad: bool) -> None:
-    handled = {rule_name(func) for func in dispatch.handlers}
+    handled = {rule_name(func) for func in dispatch.families}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = proposals_of(name, num_samples, grad)

@@ -46,7 +46,10 @@ class CommEvent:
 
 
 class CommObserver:
-    """Told of this thread's communication. What a subclass does not override, it ignores."""
+    """Told of this thread's communication. What a subclass does not override, it ignores. `wants_ops`: layers are run
+    op by op where it watches, not fused."""
+
+    wants_ops = False
 
     def on_redistribute(self, plan: RedistributePlan, local: torch.Tensor) -> None:
         """`plan` is about to run, on this rank's part `local`."""
@@ -104,6 +107,11 @@ def record_comm() -> Iterator[CommLog]:
 
 def is_recording() -> bool:
     return bool(_active.get())
+
+
+def wants_ops() -> bool:
+    """Whether somebody watches ops, so that a layer of several is not fused."""
+    return any(observer.wants_ops for observer in _active.get())
 
 
 def is_told(observer: CommObserver) -> bool:

@@ -17,13 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 from longmesh.comm import CommEvent
-from longmesh.debug.explanation import ExplainedOp, Explanation, Redistribution, Step
+from longmesh.debug.explanation import ExplainedOp, Explanation, Redistribution, Sending, Step
 from longmesh.debug.op_watch import OpWatch, WatchedOp
 from longmesh.plan import RedistributePlan, plan_redistribute
-from longmesh.rules import find_rule
 from longmesh.spec import Layout
-from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.op_facts import decomposition_of, functional_form, rule_name
+from longmesh.tensor.steps import Redistribute
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -65,21 +63,29 @@ class _Recorder(OpWatch):
 
 
 def _explain_op(op: WatchedOp) -> ExplainedOp:
+    steps = () if op.plan is None else op.plan.steps
+    moves = [step for step in steps if isinstance(step, Redistribute)]
     ran_with = [operand.layout for operand in op.inputs]
-    for move in op.moves:
-        if move.input is not None:
-            ran_with[move.input] = move.plan.dst
+    for move in moves:
+        if move.input is not None and move.input < len(ran_with):
+            ran_with[move.input] = move.layout
     return ExplainedOp(
         name=str(op.func),
         where=op.where,
         inputs=op.inputs,
         outputs=op.outputs,
         rule=_rule_lines(ran_with, [y.layout for y in op.outputs]),
-        how=_how(op),
+        how=_how(op, moves),
         redistributions=tuple(
-            Redistribution("implicit" if move.is_implicit else "inside", move.plan, op.where, move.input)
-            for move in op.moves
+            Redistribution("inside" if move.is_reduction else "implicit", move.plan, op.where, move.input)
+            for move in moves
         ),
+        sends=tuple(
+            Sending(str(step), step.sent_bytes)
+            for step in steps
+            if step.is_collective and not isinstance(step, Redistribute)
+        ),
+        sent_bytes=sum(step.sent_bytes for step in steps),
         collectives=tuple(op.events),
     )
 
@@ -96,20 +102,17 @@ def _rule_lines(inputs: list[Layout], outputs: list[Layout]) -> tuple[str, ...]:
     )
 
 
-def _how(op: WatchedOp) -> str:
-    functional = functional_form(op.func)
-    if op.func in dispatch.handlers:
-        return "code of its own"
-    if find_rule(rule_name(functional or op.func)) is not None:
-        return f"rule, the cheapest: {_cost(op)}" if op.moves else "rule"
-    if functional is not None or decomposition_of(op.func) is not None:
-        return "no rule: made of other ops"
-    return "no rule: its inputs were replicated"
+def _how(op: WatchedOp, moves: list[Redistribute]) -> str:
+    if op.plan is None:
+        return "scalars for a plain tensor"
+    if op.plan.how == "rule" and moves:
+        return f"rule, the cheapest: {_cost(op, moves)}"
+    return op.plan.how
 
 
-def _cost(op: WatchedOp) -> str:
-    """What the moves were predicted to take, beside the plain way out."""
-    took = sum(move.plan.cost_us for move in op.moves)
+def _cost(op: WatchedOp, moves: list[Redistribute]) -> str:
+    """What the redistributions are predicted to take, beside the plain way out."""
+    took = sum(move.plan.cost_us for move in moves)
     whole = 0.0
     for x in op.inputs:
         target = Layout.replicated(x.layout.mesh)

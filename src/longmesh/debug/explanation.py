@@ -30,9 +30,18 @@ class Redistribution:
 
 
 @dataclass(frozen=True, slots=True)
+class Sending:
+    """A step of an op that sends something and is no redistribution; `sent_bytes` leave this rank."""
+
+    what: str
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExplainedOp:
     """One op on DTensors. `where`: its call site, of a backward op with the node's name. `rule`: per mesh axis, the
-    placements it ran with; `how`: where that came from."""
+    placements it ran with; `how`: where that came from. `sends`: what else of its plan sends; `sent_bytes`: by this
+    rank, in all."""
 
     name: str
     where: str
@@ -41,6 +50,8 @@ class ExplainedOp:
     rule: tuple[str, ...]
     how: str
     redistributions: tuple[Redistribution, ...]
+    sends: tuple[Sending, ...]
+    sent_bytes: int
     collectives: tuple[CommEvent, ...]
 
 
@@ -118,6 +129,10 @@ def _lines(explanation: Explanation) -> list[tuple[str, str]]:
         f"{_count(len(explanation.ops), 'op')}; {_count(len(implicit), 'implicit redistribution')}, "
         f"{_bytes(implicit)} on the wire; {len(asked)} asked for, {_bytes(asked)}"
     )
+    sends = [sending for op in explanation.ops for sending in op.sends]
+    if sends:
+        total = format_bytes(sum(sending.sent_bytes for sending in sends))
+        summary += f"; {_count(len(sends), 'exchange')} inside ops, {total} from this rank"
     lines.append((summary, "bold"))
     return lines
 
@@ -130,10 +145,9 @@ def _op_lines(number: int, op: ExplainedOp) -> list[tuple[str, str]]:
     ]
     for move in op.redistributions:
         lines += _move_lines(move)
-    planned = sum(move.plan.num_collectives for move in op.redistributions)
-    if len(op.collectives) > planned:
-        kinds = ", ".join(f"{e.kind} {format_bytes(e.sent_bytes)}" for e in op.collectives)
-        lines.append((f"        sends   {kinds} (this rank, all of the op)", "red"))
+    for sending in op.sends:
+        what = f"{sending.what}: this rank sends {format_bytes(sending.sent_bytes)}"
+        lines.append((f"     !! {what}", "bold red"))
     lines.append((f"        output  {', '.join(map(str, op.outputs)) or 'a plain value'}", ""))
     return lines
 

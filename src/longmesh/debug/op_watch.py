@@ -1,9 +1,7 @@
-"""Following ops on DTensors and the redistributions inside them: what explain() and strict() stand on.
+"""Following ops on DTensors by their plans: what explain() and strict() stand on.
 
-A redistribution that runs inside an op is implicit: the op needed another layout than its input had, or an op that
-it is made of did. Only a reduction that the op itself left pending (the maximum that a softmax over a cut dim needs)
-is part of what it does. One that runs outside of ops was asked for (`redistribute`, `full_tensor`) or is the gradient
-of one.
+Every byte that an op sends is a step of its plan, known before it runs. A redistribution outside of ops was asked for
+(`redistribute`, `full_tensor`) or is the gradient of one.
 """
 
 from __future__ import annotations
@@ -22,7 +20,9 @@ from longmesh.debug.origin import Makers, in_backward, running_node
 from longmesh.plan import RedistributePlan
 from longmesh.spec import Layout
 from longmesh.tensor import DTensor
-from longmesh.tensor.mask_buffer import without_mask
+from longmesh.tensor.dispatch import dispatch
+from longmesh.tensor.op_plan import OpPlan
+from longmesh.tensor.steps import RunOps
 from longmesh.tensor.tree import all_tensors
 
 
@@ -42,41 +42,16 @@ class Operand:
         return f"{self.shape} {self.layout}"
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A redistribution inside an op; `input` says of which of its DTensors, None of an intermediate value."""
-
-    plan: RedistributePlan
-    input: int | None
-
-    @property
-    def is_implicit(self) -> bool:
-        return self.input is not None or not self.plan.src.partial_axes
-
-
 @dataclass(slots=True)
 class WatchedOp:
-    """An op while it runs and after: operands, the redistributions and collectives inside it, where it was called."""
+    """An op: its operands, its plan, where it was called, and the collectives that ran inside it."""
 
     func: OpOverload
     inputs: tuple[Operand, ...]
     where: str
-    locals: tuple[torch.Tensor, ...] = ()  # this rank's parts of the inputs, while the op runs
+    plan: OpPlan | None
     outputs: tuple[Operand, ...] = ()
-    moves: list[Move] = field(default_factory=list)
     events: list[CommEvent] = field(default_factory=list)
-
-    def add_move(self, plan: RedistributePlan, local: torch.Tensor) -> Move:
-        """Note a redistribution, of the input whose part it is given; of a copy of one, by layout and shape."""
-        moved = [move.input for move in self.moves]
-        fits = [
-            i
-            for i, x in enumerate(self.inputs)
-            if i not in moved and plan.src in (x.layout, without_mask(x.layout)) and x.shape == plan.shape
-        ]
-        exact = [i for i in fits if self.locals and self.locals[i] is local]
-        self.moves.append(Move(plan, next(iter(exact or fits), None)))
-        return self.moves[-1]
 
 
 class OpWatch(TorchDispatchMode):
@@ -91,11 +66,11 @@ class OpWatch(TorchDispatchMode):
         self._inside = _Inside(self)
         self._scopes = ExitStack()
 
+    def before_op(self, op: WatchedOp) -> None:
+        """An op is about to run by its plan."""
+
     def on_op(self, op: WatchedOp) -> None:
         """An op has run."""
-
-    def on_move(self, op: WatchedOp, move: Move) -> None:
-        """A redistribution inside an op is about to run."""
 
     def on_explicit(self, plan: RedistributePlan, where: str) -> None:
         """A redistribution outside of ops is about to run."""
@@ -119,18 +94,24 @@ class OpWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs = _parts_of((args, kwargs))
         op = WatchedOp(
-            func, tuple(map(Operand.of, inputs)), self.where(), tuple(x._local_tensor for x in inputs)
+            func, tuple(map(Operand.of, inputs)), self.where(), dispatch.plan_of(func, args, kwargs)
         )
+        self.before_op(op)
         outer, self._running = self._running, op
         try:
             with nullcontext() if is_told(self._inside) else observe_comm(self._inside):
-                result = func(*args, **kwargs)
+                result = self._run(op, args, kwargs)
         finally:
             self._running = outer
-        op.locals = ()
         op.outputs = tuple(map(Operand.of, _parts_of(result)))
         self.on_op(op)
         return result
+
+    def _run(self, op: WatchedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op.plan is None or not any(isinstance(step, RunOps) for step in op.plan.steps):
+            return op.func(*args, **kwargs)
+        with self:  # its ops are watched one by one
+            return dispatch.from_torch(op.func, (), args, kwargs)
 
     def where(self) -> str:
         """The call site of what is running; in a backward pass its node and the call site of its forward, if seen."""
@@ -148,12 +129,11 @@ class _Inside(CommObserver):
     def __init__(self, watch: OpWatch) -> None:
         self._watch = watch
 
+    wants_ops = True
+
     def on_redistribute(self, plan: RedistributePlan, local: torch.Tensor) -> None:
-        op = self._watch._running
-        if op is None:
+        if self._watch._running is None:
             self._watch.on_explicit(plan, self._watch.where())
-            return
-        self._watch.on_move(op, op.add_move(plan, local))
 
     def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
         if self._watch._running is not None:

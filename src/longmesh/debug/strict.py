@@ -1,18 +1,20 @@
-"""strict: no redistribution that was not asked for."""
+"""strict: nothing is sent that was not asked for."""
 
 from __future__ import annotations
 
-from longmesh.debug.op_watch import Move, OpWatch, WatchedOp
+from longmesh.debug.op_watch import OpWatch, WatchedOp
 from longmesh.errors import LongmeshError
 from longmesh.plan.render import format_bytes
+from longmesh.tensor.steps import Redistribute, Step
 
 
 class strict(OpWatch):
-    """Inside `with strict():` an op that would redistribute an input raises, before anything is sent.
+    """Inside `with strict():` an op whose plan would send anything raises, before anything is sent: by redistributing
+    an input, exchanging rows (a slice, flip or roll along a sharded dim) or gathering ranks' results (cumsum, topk).
 
     Layouts and plans are the same on every rank, so all raise alike. Let through: a redistribution that sends
-    nothing (a replicated tensor is sliced), and a reduction that is part of an op (a softmax over a cut dim needs its
-    maximum). Backward passes inside the `with` are held to it too.
+    nothing (a replicated tensor is sliced), and a reduction that is part of an op (a softmax over a sharded dim needs
+    its maximum). Backward passes inside the `with` are held to it too.
 
     >>> a = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     >>> with strict():
@@ -22,18 +24,25 @@ class strict(OpWatch):
     longmesh.errors.LongmeshError: strict(): aten.add.Tensor of ... would redistribute input 1 from S(1) to S(0)...
     """
 
-    def on_move(self, op: WatchedOp, move: Move) -> None:
-        plan = move.plan
-        if not move.is_implicit or not plan.num_collectives:
-            return
-        inputs = ", ".join(map(str, op.inputs))
-        remedy = (
-            f"call redistribute(placements={list(plan.dst.placements)}) on it first, or give it that layout"
-        )
-        what = f"input {move.input}"
-        if move.input is None:
-            what, remedy = f"an intermediate value of {plan.shape}", "bring its inputs to other layouts first"
+    def before_op(self, op: WatchedOp) -> None:
+        for step in op.plan.steps if op.plan is not None else ():
+            if step.is_collective and not (isinstance(step, Redistribute) and step.is_reduction):
+                _refuse(op, step)
+
+
+def _refuse(op: WatchedOp, step: Step) -> None:
+    inputs = ", ".join(map(str, op.inputs))
+    if not isinstance(step, Redistribute):
         raise LongmeshError(
-            f"strict(): {op.func} of {inputs} would redistribute {what} from {plan.src} to {plan.dst} "
-            f"and send {format_bytes(plan.total_bytes)}, at {op.where}; {remedy}"
+            f"strict(): {op.func} of {inputs} would send {format_bytes(step.sent_bytes)} from this rank "
+            f"({step}), at {op.where}; redistribute its inputs first, so that the dims that it works along are whole"
         )
+    plan = step.plan
+    what = f"input {step.input}"
+    remedy = f"call redistribute(placements={list(plan.dst.placements)}) on it first, or give it that layout"
+    if step.input is None:
+        what, remedy = f"an intermediate value of {plan.shape}", "bring its inputs to other layouts first"
+    raise LongmeshError(
+        f"strict(): {op.func} of {inputs} would redistribute {what} from {plan.src} to {plan.dst} "
+        f"and send {format_bytes(plan.total_bytes)}, at {op.where}; {remedy}"
+    )

@@ -72,9 +72,8 @@ def _install(op: OpOverload, rule: Rule) -> None:
     name = rule_name(op)
     registered.add(name, rule)
     dispatch.families.pop(op, None)
-    dispatch.handlers.pop(op, None)
     if schema_of(op).is_mutable:
-        dispatch.handlers[op] = run_written
+        dispatch.families[op] = run_written
     dispatch.forget_plans()
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.comm import MeshComm, comm_of
+from longmesh.comm.record import wants_ops
 from longmesh.parallel.style import layout_on, move_local, whole_shape
 from longmesh.spec import Layout, MeshShape, Partial, Placement
 from longmesh.tensor import DTensor
@@ -31,6 +32,7 @@ def can_fuse(x: torch.Tensor, mesh: DeviceMesh, *layouts: Placement) -> bool:
     return (
         known
         and not any(isinstance(p, Partial) and p.reduce_op != "sum" for p in layouts)
+        and not wants_ops()
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(mesh.device_type)
         and torch._C._functorch.maybe_current_level() is None  # pyright: ignore[reportAttributeAccessIssue]

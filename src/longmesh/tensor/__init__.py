@@ -13,11 +13,11 @@ from longmesh.tensor.distribute import distribute_module, distribute_tensor
 from longmesh.tensor.factory import empty, full, ones, rand, randn, zeros
 from longmesh.tensor.flex import flex_attention
 from longmesh.tensor.functions import take_weight
-from longmesh.tensor.ops import FAMILIES, HANDLERS, NOTES
+from longmesh.tensor.ops import FAMILIES, MIXED, NOTES
 from longmesh.tensor.random import get_rng_state, manual_seed, set_rng_state
 
-dispatcher.handlers.update(HANDLERS)
 dispatcher.families.update(FAMILIES)
+dispatcher.mixed.update(MIXED)
 dispatcher.notes.update(NOTES)
 
 # torch's optimizers and clip_grad_norm_ take their foreach path for the types listed there.

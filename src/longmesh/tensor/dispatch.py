@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from longmesh.comm import comm_of
 from longmesh.rules import Rule, find_rule
-from longmesh.tensor.autograd import move
 from longmesh.tensor.by_rule import describe_call, local_form, pends_more
 from longmesh.tensor.direct import no_active_modes
 from longmesh.tensor.dtensor import DTensor, Factor
@@ -38,13 +37,10 @@ from longmesh.tensor.propagate import Choice, choose
 from longmesh.tensor.steps import GivenCall, LocalCall, Redistribute, Step
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.tree import all_tensors, map_tensors
-from longmesh.tensor.view_origin import write_to_origin
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 Family = Callable[[Planner, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
-Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
-
 # What a plan depends on beyond the key, hashable; asked before anything else.
 Note = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -60,11 +56,10 @@ BY_VALUE = object()
 class OpTable:
     """What is known of one op. `reads_floats`: whether its plans depend on the values of floats."""
 
-    __slots__ = ("func", "handler", "note", "reads_floats")
+    __slots__ = ("func", "note", "reads_floats")
 
-    def __init__(self, func: OpOverload, handler: Handler | None, note: Note | None = None) -> None:
+    def __init__(self, func: OpOverload, note: Note | None) -> None:
         self.func = func
-        self.handler = handler
         self.note = note
         self.reads_floats = not is_pointwise(func)
 
@@ -100,8 +95,9 @@ class Dispatcher:
     def __init__(self) -> None:
         self.tables: dict[int, OpTable] = {}
         self.families: dict[OpOverload, Family] = {}
-        self.handlers: dict[OpOverload, Handler] = {}
         self.notes: dict[OpOverload, Note] = {}
+        # Families that take plain tensors beside DTensors, and DTensors of several meshes.
+        self.mixed: dict[OpOverload, Family] = {}
         self.warned: set[str] = set()
 
     def from_torch(
@@ -160,7 +156,7 @@ class Dispatcher:
         return self.from_torch(func, (), args)
 
     def _table(self, func: OpOverload) -> OpTable:
-        table = self.tables[id(func)] = OpTable(func, self.handlers.get(func), self.notes.get(func))
+        table = self.tables[id(func)] = OpTable(func, self.notes.get(func))
         return table
 
     def forget_plans(self) -> None:
@@ -198,12 +194,6 @@ class Dispatcher:
         torch._C._increment_version([args[0]])
         return True
 
-    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run by rule, decomposition or replication, without looking for a handler."""
-        table = OpTable(func, None)
-        lead = all_tensors_of(args, kwargs)[0]._tensor_layout
-        return self._first_time(table, lead, None, args, kwargs)
-
     def _first_time(
         self,
         table: OpTable,
@@ -214,24 +204,14 @@ class Dispatcher:
     ) -> Any:
         """A call whose like was not seen."""
         func = table.func
-        if table.handler is not None and not (key is not None and lead.plans.get(key) is BY_VALUE):
-            result = table.handler(func, args, kwargs)
-            if type(result) is OpPlan:
-                _put(lead, key, result)
-                return execute(result, func, args, kwargs)
-            if result is not USUAL:
-                if isinstance(result, DTensor) and result._origin is not None and args and result is args[0]:
-                    write_to_origin(result, move)
-                return result
         note = None if table.note is None else (table.note(func, args, kwargs),)
         plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
-        if plain and func._schema.is_mutable and writes_plain(func, args, kwargs):
+        is_mixed = func in self.mixed
+        if plain and not is_mixed and func._schema.is_mutable and writes_plain(func, args, kwargs):
             args, kwargs = map_tensors(value_of, (args, kwargs))
             return func(*args, **kwargs)
-        if any(t.ndim for t in plain):
+        if not is_mixed and any(t.ndim for t in plain):
             args, kwargs = replicate_plain(func, args, kwargs)
-            if table.handler is not None:
-                return self.run(func, args, kwargs)
             if note is None:
                 return self.from_torch(func, (), args, kwargs)
             key = _key(table, args, kwargs)
@@ -289,13 +269,12 @@ class Dispatcher:
     def plan_of(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan | None:
         """The plan that a call would run by; None of one that has none: it writes scalars to a plain tensor."""
         table = self.tables.get(id(func)) or self._table(func)
-        if table.handler is not None:
-            return None
         note = None if table.note is None else (table.note(func, args, kwargs),)
         plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
-        if plain and func._schema.is_mutable and writes_plain(func, args, kwargs):
+        is_mixed = func in self.mixed
+        if plain and not is_mixed and func._schema.is_mutable and writes_plain(func, args, kwargs):
             return None
-        if any(t.ndim for t in plain):
+        if not is_mixed and any(t.ndim for t in plain):
             args, kwargs = replicate_plain(func, args, kwargs)
         lead = all_tensors_of(args, kwargs)[0]._tensor_layout
         return self._find(table, lead, _key(table, args, kwargs), args, kwargs, note)
@@ -313,22 +292,27 @@ class Dispatcher:
     ) -> tuple[OpPlan, Recipe | None, bool]:
         """A plan, how to plan others like it, if known, and whether it holds for these floats only."""
         tensors = all_tensors((args, kwargs))
-        family = self.families.get(func)
+        family = self.mixed.get(func) or self.families.get(func)
         is_simple = _are_simple(tensors)
         made = self._by_rule(func, args, kwargs) if is_simple and family is None else None
         if made is not None:
             return made
         mesh = common_mesh(args, kwargs)
-        planner = Planner(comm_of(mesh), tensors[0].device, self.families, self.warned, self.handlers)
+        planner = Planner(comm_of(mesh), tensors[0].device, self.families, self.warned)
         planner.is_traced, planner.note = is_traced, note
         numbers = iter(range(len(tensors)))
         planned = map_tensors(lambda t: planner.add_input(t, next(numbers)), (args, kwargs))
         try:
             with _disable_current_modes(), torch.no_grad():
                 if family is not None:
-                    ready = planned if func in COPIES else map_tensors(planner.ready_input, planned)
+                    ready = planned
+                    if func not in COPIES:
+                        make_ready = planner.unmasked if func in self.mixed else planner.ready_input
+                        ready = map_tensors(make_ready, planned)
                     planner.depth = 1
                     result = family(planner, func, *ready)
+                    if type(result) is OpPlan:
+                        return result, None, False
                     made = self._by_rule(func, args, kwargs) if is_simple and result is USUAL else None
                     if made is not None:
                         return made

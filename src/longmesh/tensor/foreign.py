@@ -17,8 +17,8 @@ from longmesh.errors import LongmeshError
 c10d = torch.ops.c10d
 
 
-def refuse_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    """A handler of torch.distributed's collectives."""
+def refuse_collective(p: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """The family of torch.distributed's collectives."""
     name = func._schema.name.removeprefix("c10d::").strip("_")
     raise LongmeshError(
         f"torch.distributed's {name} takes plain tensors, got a longmesh DTensor; use its to_local() or redistribute() "
@@ -56,6 +56,6 @@ _COLLECTIVES = (
     "send",
 )
 
-HANDLERS: dict[OpOverload, Callable[..., NoReturn]] = {
+MIXED: dict[OpOverload, Callable[..., NoReturn]] = {
     getattr(c10d, name).default: refuse_collective for name in _COLLECTIVES
 }

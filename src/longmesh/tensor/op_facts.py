@@ -57,7 +57,10 @@ def result_on_meta(call: OpCall) -> Any:
         return torch.device("meta") if isinstance(value, torch.device) else value
 
     with _disable_current_modes(), torch.no_grad():
-        return call.func(*empty(call.args), **empty(dict(call.kwargs)))
+        try:
+            return call.func(*empty(call.args), **empty(dict(call.kwargs)))
+        except AssertionError as error:  # how torch's decompositions refuse arguments
+            raise RuntimeError(f"{call.func}: {error}") from error
 
 
 def run_on_meta(call: OpCall) -> tuple[OutMeta, ...]:

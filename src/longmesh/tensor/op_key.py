@@ -13,7 +13,7 @@ import torch
 
 from longmesh.tensor.dtensor import DTensor
 
-# Stands in a key for a plain tensor that is no scalar; no plan is kept for it.
+# Stands in a key for a plain tensor that is no scalar.
 PLAIN = object()
 # Of these the value says all: no two of them that differ are equal.
 _VALUES = frozenset((int, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device))
@@ -65,7 +65,7 @@ def describe(value: Any, parts: list[Any], reads_floats: bool = True) -> Any:
         describe([value.start, value.stop, value.step], parts)
     elif isinstance(value, torch.Tensor):
         # A number that torch has wrapped, as in x * 2.0: the plan is the same for any.
-        parts.append(value.dtype if value.ndim == 0 else PLAIN)
+        parts += (value.dtype,) if value.ndim == 0 else (PLAIN, value.dtype, value.shape)
     else:
         parts.append(value)
     return value

@@ -7,8 +7,9 @@ layout, which only its owner knows.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._ops import OpOverload
@@ -104,11 +105,7 @@ def replicate_plain(
             tensor = value_of(tensor)
         is_equal = id(tensor) in written or _is_equal_everywhere(tensor)
         if not is_equal and not _is_added_mask(func, tensor) and not _lengths.are(args, tensor):
-            shapes = ", ".join(_show(t) for t in all_tensors((args, kwargs)))
-            raise LongmeshError(
-                f"{func} mixes a DTensor with a plain tensor: {shapes}. Wrap the plain one with "
-                "DTensor.from_local or distribute_tensor, so that its layout is known"
-            )
+            refuse_mix(func, all_tensors((args, kwargs)))
         return DTensor(tensor, mesh, whole, tensor.shape, tensor.stride())
 
     return map_tensors(convert, (args, kwargs))
@@ -137,6 +134,15 @@ def _is_added_mask(func: OpOverload, tensor: torch.Tensor) -> bool:
     return is_scored and can_read(tensor) and bool(((tensor == 0) | (tensor == -math.inf)).all())
 
 
+def refuse_mix(func: OpOverload, tensors: Sequence[torch.Tensor]) -> NoReturn:
+    """A plain tensor whose layout is not known."""
+    shapes = ", ".join(map(_show, tensors))
+    raise LongmeshError(
+        f"{func} mixes a DTensor with a plain tensor: {shapes}. Wrap the plain one with "
+        "DTensor.from_local or distribute_tensor, so that its layout is known"
+    )
+
+
 class _Lengths:
     """Losses that torch divides by a plain tensor of lengths, and those tensors, which a backward meets again."""
 
@@ -158,7 +164,7 @@ _lengths = _Lengths()
 expect_lengths = _lengths.expect
 
 
-def _show(tensor: torch.Tensor) -> str:
-    if isinstance(tensor, DTensor):
+def _show(tensor: Any) -> str:
+    if hasattr(tensor, "_layout") and not getattr(tensor, "is_plain", False):
         return f"DTensor{tuple(tensor.shape)} {tensor._layout}"
     return f"Tensor{tuple(tensor.shape)}"

@@ -13,9 +13,10 @@ decomposition of torch's) is written as it would be on plain tensors, and all of
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ class Planned(torch.Tensor):
     # Of an input: which one. Whether its stride is known; else it is that of the local result.
     input: int | None
     is_copied_view: bool
+    is_plain: bool
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
@@ -132,12 +134,10 @@ class Planner:
         device: torch.device,
         families: dict[OpOverload, Any],
         warned: set[str],
-        legacy: Any = (),
     ) -> None:
         self.comm = comm
         self.device = device
         self.families = families
-        self.legacy = legacy
         # Whether tensors are traced, so that no value may be looked at.
         self.is_traced = False
         self.warned = warned
@@ -167,6 +167,7 @@ class Planner:
         result.slot = slot
         result.input = None
         result.is_copied_view = is_copied_view
+        result.is_plain = False
         return result
 
     def add_input(self, tensor: torch.Tensor, number: int) -> Planned:
@@ -174,35 +175,49 @@ class Planner:
         slot = self.new_slot()
         self.num_inputs += 1
         own = getattr(tensor, "_tensor_layout", None)
+        is_plain = own is None
         if own is None:
             whole = Layout.replicated(self.comm.shape)
             own = tensor_layout(self.comm.mesh, whole, tensor.shape, tensor.stride(), tensor.dtype)
         if own.reduced is not None:
             self.remembering.append(number)
         result = self.planned(slot, own)
-        result.input = number
+        result.input, result.is_plain = number, is_plain
         return result
 
     def ready_input(self, x: Planned) -> Planned:
         """An input whose pending lookup is a plain pending sum, and which is on the op's mesh if it is a scalar."""
+        x = self.unmasked(x)
         own = x._tensor_layout
-        plain = without_mask(own.layout)
-        if plain is not own.layout:
-            assert x.input is not None
-            self.steps.append(ApplyMask(x.input, apply_lookup_mask))
-            x._tensor_layout = own = own.with_layout(plain)
         if own.comm is not self.comm and own.mesh != self.comm.mesh:
             if own.shape:
                 raise LongmeshError(
                     f"one op on tensors of two meshes: {self.comm.mesh} and {own.mesh}; bring them onto one mesh first "
                     "(full_tensor(), then distribute_tensor())"
                 )
-            moved = self.redistribute(x, Layout.replicated(own.layout.mesh))
-            x = self.planned(
-                moved.slot,
-                tensor_layout(self.comm.mesh, Layout.replicated(self.comm.shape), (), (), own.dtype),
-            )
+            moved = self.replicated(x)
+            whole = Layout.replicated(self.comm.shape)
+            x = self.planned(moved.slot, tensor_layout(self.comm.mesh, whole, (), (), own.dtype))
         return x
+
+    def unmasked(self, x: Planned) -> Planned:
+        """An input, the mask of its pending lookup applied."""
+        own = x._tensor_layout
+        plain = without_mask(own.layout)
+        if plain is not own.layout:
+            assert x.input is not None
+            self.steps.append(ApplyMask(x.input, apply_lookup_mask))
+            x._tensor_layout = own.with_layout(plain)
+        return x
+
+    @contextlib.contextmanager
+    def on_mesh_of(self, x: Planned) -> Iterator[None]:
+        """Ops on tensors of another mesh than the first."""
+        before, self.comm = self.comm, x._tensor_layout.comm
+        try:
+            yield
+        finally:
+            self.comm = before
 
     # -- vocabulary ----------------------------------------------------------------------------
 
@@ -413,8 +428,6 @@ class Planner:
         args, kwargs = map_tensors(self._as_planned, (args, kwargs))
         self.depth += 1
         try:
-            if func in self.legacy:
-                raise Unplannable
             family = self.families.get(func)
             result = USUAL if family is None else family(self, func, args, kwargs)
             if result is USUAL:

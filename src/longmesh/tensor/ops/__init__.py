@@ -1,7 +1,7 @@
-"""Ops with a handler of their own: those that need more than moved inputs and one local call.
+"""Families of ops that need more than redistributed inputs and one local call: how they are planned.
 
-A handler runs below autograd. It may call torch ops on DTensors, which are dispatched again, move them with
-`move`, and hand the usual case back to `dispatch.run`.
+A family runs once for each kind of call, on `Planned` tensors (tensor/planner.py). It may call torch's ops on them,
+which are planned in turn, and hand the usual case back to the op's rule.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch._ops import OpOverload
 
 from longmesh.tensor import foreign
-from longmesh.tensor.dispatch import Family, Handler, Note
+from longmesh.tensor.dispatch import Family, Note
 from longmesh.tensor.ops import (
     arg_reduction,
     attention,
@@ -51,11 +51,12 @@ FAMILIES: dict[OpOverload, Family] = {
     **view.FAMILIES,
 }
 
-NOTES: dict[OpOverload, Note] = {**embedding.NOTES}
-
-HANDLERS: dict[OpOverload, Handler] = {
-    **foreach.HANDLERS,
-    **foreach_norm.HANDLERS,
-    **fused.HANDLERS,
-    **foreign.HANDLERS,
+# Families that take plain tensors beside DTensors, and DTensors of several meshes.
+MIXED: dict[OpOverload, Family] = {
+    **foreach.MIXED,
+    **foreach_norm.MIXED,
+    **fused.MIXED,
+    **foreign.MIXED,
 }
+
+NOTES: dict[OpOverload, Note] = {**embedding.NOTES}

@@ -1,6 +1,6 @@
 """Fused optimizer steps, and the gradient scaler's check: one local call on lists of parts.
 
-Everything that belongs to a parameter is brought to where the parameter lies; numbers that hold for all
+Everything that belongs to a parameter is redistributed to the parameter's layout; numbers that hold for all
 (a step count, a learning rate, a scale) are whole on every rank.
 """
 
@@ -12,73 +12,63 @@ import torch
 from torch._ops import OpOverload
 
 from longmesh.spec import Layout, Partial
-from longmesh.tensor.autograd import gradient_layout, move
-from longmesh.tensor.dispatch import Handler
-from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.autograd import gradient_layout
+from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.foreach import scalar_of
+from longmesh.tensor.planner import Planned, Planner
 
 aten = torch.ops.aten
 
 
-def fused_step(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def fused_step(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """_fused_adam_ and its like: parameters, gradients, states and steps, updated in place."""
-    params: list[torch.Tensor] = args[0]
-    moved: list[tuple[DTensor, DTensor]] = []
+    params: list[Planned] = args[0]
+    moved: list[tuple[Planned, Planned]] = []
 
-    def part(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        if not isinstance(param, DTensor) or tensor.shape != param.shape:
-            return scalar_of(tensor)
-        layout = gradient_layout(param._layout)
-        if tensor._layout is layout:
-            return tensor._local_tensor
-        there = move(tensor, layout)
-        moved.append((tensor, there))
-        return there._local_tensor
+    def part(tensor: Planned, param: Planned) -> Planned:
+        if tensor.is_plain or param.is_plain or tensor.shape != param.shape:
+            return scalar_of(p, tensor)
+        there = p.redistribute(tensor, gradient_layout(param._layout))
+        if there is not tensor:
+            moved.append((tensor, there))
+        return there
 
-    lists = [[part(t, p) for t, p in zip(tensors, params, strict=False)] for tensors in args]
-    func(*lists, **{name: scalar_of(value) for name, value in kwargs.items()})
+    lists = [[part(t, q) for t, q in zip(tensors, params, strict=False)] for tensors in args]
+    p.local(func, *lists, **{name: scalar_of(p, value) for name, value in kwargs.items()})
     for tensor, there in moved:
-        tensor.copy_(there)
+        p.write(tensor, there)
 
 
-def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """_amp_foreach_non_finite_check_and_unscale_: what one rank finds is found on all.
+def unscale(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """_amp_foreach_non_finite_check_and_unscale_: what one rank finds is found on all the meshes of the gradients.
 
-    Collective over the meshes of the gradients. A pending gradient is checked as what it adds up to.
+    A pending gradient is checked as what it adds up to.
     """
     grads, found_inf, inv_scale = args
-    found, factor = scalar_of(found_inf), scalar_of(inv_scale)
-    parts: list[torch.Tensor] = []
+    found, factor = scalar_of(p, found_inf), scalar_of(p, inv_scale)
+    parts: list[Any] = []
     for grad in grads:
-        if not isinstance(grad, DTensor):
-            parts.append(grad)
-        elif grad._layout.partial_axes:
+        if not grad.is_plain and grad._layout.partial_axes:
             # A sum of finite terms may overflow: the copy is checked, the terms are scaled.
-            parts.append(move(grad, gradient_layout(grad._layout))._local_tensor.clone())
-            grad._local_tensor.mul_(factor)
+            parts.append(p.local(torch.clone, p.reduced(grad)))
+            p.local(torch.Tensor.mul_, grad, factor)
         else:
-            parts.append(grad._local_tensor)
-    func(parts, found, factor)
+            parts.append(grad)
+    p.local(func, parts, found, factor)
     seen: list[Any] = []
     for tensor in (*grads, found_inf):
-        if isinstance(tensor, DTensor) and tensor._tensor_layout.comm not in seen:
+        if not tensor.is_plain and tensor._tensor_layout.comm not in seen:
             seen.append(tensor._tensor_layout.comm)
-            _share_maximum(found, tensor)
-    if isinstance(found_inf, DTensor):
-        found_inf._local_tensor.copy_(found)
+            mesh = tensor._layout.mesh
+            terms = Layout(mesh, [Partial("max")] * mesh.ndim)
+            value = p.local(torch.clone, found)
+            most = p.replicated(p.wrap(value, tensor, layout=terms, shape=found.shape, dtype=found.dtype))
+            p.local(torch.Tensor.copy_, found, most)
+    if not found_inf.is_plain:
+        p.local(torch.Tensor.copy_, found_inf, found)
 
 
-def _share_maximum(value: torch.Tensor, like: DTensor) -> None:
-    """The largest of every rank's `value`, on all of them."""
-    mesh = like._layout.mesh
-    terms = Layout(mesh, [Partial("max")] * mesh.ndim)
-    held = DTensor(value.clone(), like._mesh, terms, value.shape, value.stride())
-    value.copy_(move(held, Layout.replicated(mesh))._local_tensor)
-
-
-HANDLERS: dict[OpOverload, Handler] = {
+MIXED: dict[OpOverload, Family] = {
     **{
         getattr(packet, overload): fused_step
         for packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)

@@ -7,18 +7,13 @@ dropped after the gather, never before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from longmesh.comm import comm_of
-from longmesh.comm.collectives import all_gather
-from longmesh.spec import Coordinate, Layout, MaskPartial, Partial, Placement, Replicate, Shard
-from longmesh.tensor.autograd import move
-from longmesh.tensor.dtensor import DTensor
+from longmesh.spec import Layout, Placement, Shard
 
 
 def bind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -52,23 +47,6 @@ def cutting_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(axis for dim in dims for axis in layout.cuts(dim)))
 
 
-def reduced(tensor: torch.Tensor) -> DTensor:
-    """The tensor without pending reductions. Collective where there are any."""
-    assert isinstance(tensor, DTensor)
-    layout = tensor._layout
-    for axis in layout.partial_axes:
-        layout = layout.with_placement(axis, Replicate())
-    return tensor if layout is tensor._layout else move(tensor, layout)
-
-
-def linear_or_reduced(tensor: DTensor) -> DTensor:
-    """Zeros may be put around a pending sum or average; any other pending reduction is carried out first."""
-    pending = [p for p in tensor._layout.placements if isinstance(p, Partial)]
-    if any(isinstance(p, MaskPartial) or p.reduce_op not in ("sum", "avg") for p in pending):
-        return reduced(tensor)
-    return tensor
-
-
 def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool, pending: Placement) -> Layout:
     """The layout after a reduction of `dims`: their axes get `pending`, the others keep their dims."""
     gone = () if keepdim else dims
@@ -95,23 +73,3 @@ def stand_in(local: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     if all(local.shape[d] for d in dims):
         return local
     return local.new_zeros([1 if d in dims else n for d, n in enumerate(local.shape)])
-
-
-def gather_members(
-    local: torch.Tensor, tensor: DTensor, axes: tuple[int, ...]
-) -> tuple[torch.Tensor, tuple[Coordinate, ...]]:
-    """What the ranks along `axes` hold, stacked in a new first dim, and their coordinates in that order.
-
-    Collective over `axes`; `local` has one shape on all of these ranks.
-    """
-    group = comm_of(tensor._mesh).group(axes)
-    if local.numel() == 0:
-        return local.new_empty((group.size, *local.shape)), group.members
-    flat = all_gather(local.contiguous().view(-1), group=group)
-    return flat.view(group.size, *local.shape), group.members
-
-
-def holders(tensor: DTensor, dims: Sequence[int], members: Sequence[Coordinate]) -> list[int]:
-    """Which of the members hold anything along `dims`."""
-    shapes = [tensor._layout.local_shape(tensor.shape, where) for where in members]
-    return [i for i, shape in enumerate(shapes) if math.prod(shape[d] for d in dims)]
