@@ -208,6 +208,14 @@ running_node: Callable[[], Any] = _find("torch._C:_current_autograd_node", "expl
 next_node_number: Callable[[], int] = _find("torch.autograd:_get_sequence_nr", "explaining backward passes")
 
 
+# The code of the Python function that runs the engine: the frame from which autograd's own formulas call ops.
+engine_code: Any = getattr(
+    _find("torch.autograd.graph:_engine_run_backward", "constants in backward formulas", otherwise=None),
+    "__code__",
+    None,
+)
+
+
 def in_backward() -> bool:
     """Whether this thread is running a backward pass (also if that recomputes a forward)."""
     return _graph_task() != -1

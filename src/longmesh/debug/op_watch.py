@@ -64,7 +64,7 @@ class OpWatch(TorchDispatchMode):
         self._running: WatchedOp | None = None
         self._sites: Makers[str] = Makers()
         self._inside = _Inside(self)
-        self._scopes = ExitStack()
+        self._scopes: list[ExitStack] = []
 
     def before_op(self, op: WatchedOp) -> None:
         """An op is about to run by its plan."""
@@ -79,12 +79,14 @@ class OpWatch(TorchDispatchMode):
         """A collective that belongs to no op and no redistribution is about to start."""
 
     def __enter__(self) -> Any:
-        self._scopes.enter_context(observe_comm(self._inside))
+        self._scopes.append(ExitStack())
+        if not is_told(self._inside):
+            self._scopes[-1].enter_context(observe_comm(self._inside))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._scopes.close()
+        self._scopes.pop().close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

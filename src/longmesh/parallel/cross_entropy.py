@@ -11,15 +11,18 @@ w[y] over all rows that are not ignored, of the whole.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
+from longmesh._torch import no_torch_functions
 from longmesh.comm import comm_of
 from longmesh.comm.collectives import all_reduce
 from longmesh.errors import LongmeshError
+from longmesh.parallel.crossing import gradients_by_ops
 from longmesh.rules.lookup import can_read, refuse_unread
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
 from longmesh.tensor import DTensor
@@ -63,7 +66,13 @@ def cut_cross_entropy(
     )
     mine = _part_of(target, rows, logits)
     weights = None if weight is None else _part_of(weight, Layout.replicated(logits.device_mesh), logits)
-    return _CrossEntropy.apply(logits, mine, weights, terms)
+
+    def by_ops(logits: torch.Tensor) -> torch.Tensor:
+        options = {"reduction": reduction, "label_smoothing": label_smoothing, "ignore_index": ignore_index}
+        with no_torch_functions():  # a loss_parallel() that is still open would come back here
+            return F.cross_entropy(logits, target, weight, **options)
+
+    return _CrossEntropy.apply(logits, mine, weights, terms, by_ops)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -129,7 +138,12 @@ def _part_of(tensor: torch.Tensor, layout: Layout, like: DTensor) -> torch.Tenso
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: DTensor, target: torch.Tensor, weight: torch.Tensor | None, terms: _Terms
+        ctx: Any,
+        logits: DTensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        terms: _Terms,
+        by_ops: Callable[[torch.Tensor], torch.Tensor],
     ) -> DTensor:
         mesh, layout, comm = logits.device_mesh, logits._layout, comm_of(logits.device_mesh)
         dim = _class_dim(logits.ndim)
@@ -161,18 +175,20 @@ class _CrossEntropy(torch.autograd.Function):
         _check_targets(target, terms)
 
         odds = shifted.sub_(lse.unsqueeze(dim)).exp_()
-        ctx.save_for_backward(odds, place, is_own, share, ignored, divisor, own_weight)
+        ctx.save_for_backward(logits, odds, place, is_own, share, ignored, divisor, own_weight)
+        ctx.by_ops = by_ops
         ctx.terms, ctx.held, ctx.start = terms, logits._tensor_layout, start
         shape = logits.shape[:dim] + logits.shape[dim + 1 :] if terms.reduction == "none" else ()
         return DTensor(result.to(x.dtype), mesh, out, shape, contiguous_stride(shape))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
         terms: _Terms = ctx.terms
         held = ctx.held
-        odds, place, is_own, share, ignored, divisor, weight = ctx.saved_tensors
+        logits, odds, place, is_own, share, ignored, divisor, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is asked for
+            return *gradients_by_ops(ctx.by_ops, (logits,), (True,), grad), None, None, None, None
         dim = _class_dim(len(held.shape))
         wanted = terms.rows if terms.reduction == "none" else Layout.replicated(held.layout.mesh)
         factor = move(grad, wanted)._local_tensor.to(odds.dtype)
@@ -188,7 +204,7 @@ class _CrossEntropy(torch.autograd.Function):
             made.scatter_add_(dim, place, -(rows * is_own).unsqueeze(dim))
         local = made.to(held.dtype)
         shape = tuple(held.shape)
-        return DTensor(local, held.mesh, held.layout, shape, contiguous_stride(shape)), None, None, None
+        return DTensor(local, held.mesh, held.layout, shape, contiguous_stride(shape)), None, None, None, None
 
 
 def _highest(x: torch.Tensor, dim: int) -> torch.Tensor:

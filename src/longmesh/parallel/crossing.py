@@ -6,8 +6,9 @@ gradient --take_gradient--> local part --step--> local gradient --Crossing.give_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -92,3 +93,14 @@ def take_gradient(
     if isinstance(grad, DTensor):
         return move(grad, wanted)._local_tensor
     return move_local(grad, gradient_layout(given), wanted, shape, comm)
+
+
+def gradients_by_ops(
+    run: Callable[..., torch.Tensor], inputs: Sequence[Any], needs: Sequence[bool], grad: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """The gradients of a step that can be differentiated again: those of the same computation by ops."""
+    wanted = [t for t, needed in zip(inputs, needs, strict=True) if needed]
+    with torch.enable_grad():
+        result = run(*inputs)
+        made = iter(torch.autograd.grad(result, wanted, grad, create_graph=True, allow_unused=True))
+    return [next(made) if needed else None for needed in needs]

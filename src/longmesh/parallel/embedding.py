@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from longmesh.comm import comm_of
-from longmesh.parallel.crossing import can_fuse, deliver, receive, take_gradient
+from longmesh.parallel.crossing import can_fuse, deliver, gradients_by_ops, receive, take_gradient
 from longmesh.parallel.style import arrange, enter, layout_on, leave, move_local
 from longmesh.rules.lookup import check_range, own_part
 from longmesh.rules.scatter import own_or_spare
@@ -94,17 +93,24 @@ class _FusedEmbedding(torch.autograd.Function):
             found = F.embedding(whole, table._local_tensor)
         result = deliver(found, mesh, done, out, shape, as_local=step.local_output)
         check_range(whole, table.shape[0], 0)
-        ctx.save_for_backward(whole)
+        ctx.save_for_backward(indices, table, whole)
         ctx.step, ctx.out, ctx.shape, ctx.rows = step, out, shape, rows
         ctx.table, ctx.padding, ctx.by_frequency = table._tensor_layout, padding, by_frequency
         return result
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads_out: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads_out: Any) -> tuple[Any, ...]:
         (grad,) = grads_out
         step: EmbeddingStep = ctx.step
-        (whole,) = ctx.saved_tensors
+        indices, table, whole = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is asked for
+            padding = None if ctx.padding < 0 else ctx.padding
+
+            def by_ops(table: torch.Tensor) -> torch.Tensor:
+                return step.run_by_ops(indices, table, padding, None, 2.0, ctx.by_frequency, False)
+
+            (made,) = gradients_by_ops(by_ops, (table,), (True,), grad)
+            return None, made, None, None, None
         held = ctx.table
         wanted = Replicate() if step.by_rows else Shard(-1)
         layout = layout_on(held.layout.mesh, wanted, len(ctx.shape), step.argument)

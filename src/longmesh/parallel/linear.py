@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from longmesh.comm import comm_of
-from longmesh.parallel.crossing import Crossing, can_fuse, deliver, receive, take_gradient
+from longmesh.parallel.crossing import Crossing, can_fuse, deliver, gradients_by_ops, receive, take_gradient
 from longmesh.parallel.overlap import can_overlap, gather_linear
 from longmesh.parallel.style import arrange, enter, layout_on, leave, move_local
 from longmesh.spec import Layout, MeshShape, Partial, Placement, Replicate, Shard
@@ -99,19 +98,21 @@ class _FusedLinear(torch.autograd.Function):
         else:
             whole = move_local(local, came.layout, work, came.shape, comm)
             result = F.linear(whole, matrix, term)
-        ctx.save_for_backward(whole, matrix)
+        ctx.save_for_backward(x, weight, bias, whole)
         ctx.step, ctx.came, ctx.out, ctx.shape, ctx.work = step, came, out, shape, work
         ctx.weight_shape = weight.shape
         return deliver(result, mesh, done, out, shape, as_local=step.local_output)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads_out: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads_out: Any) -> tuple[Any, ...]:
         (grad,) = grads_out
         step: LinearStep = ctx.step
+        x, weight, bias, whole = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is asked for
+            return *gradients_by_ops(step.run_by_ops, (x, weight, bias), ctx.needs_input_grad[:3], grad), None
         came: Crossing = ctx.came
         mesh, sizes, ndim = step.mesh, came.layout.mesh, len(ctx.shape)
-        whole, matrix = ctx.saved_tensors
+        matrix = weight._local_tensor
         wanted = layout_on(sizes, Replicate() if step.by_rows else Shard(-1), ndim, step.argument)
         needs = ctx.needs_input_grad
         local, product = _gradient_and_product(grad, ctx, wanted, matrix if needs[0] else None)

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from longmesh.comm import comm_of
-from longmesh.parallel.crossing import can_fuse, deliver, receive, take_gradient
+from longmesh.parallel.crossing import can_fuse, deliver, gradients_by_ops, receive, take_gradient
 from longmesh.parallel.style import arrange, enter, layout_on, move_local
 from longmesh.spec import MeshShape, Partial, Replicate, Shard
 from longmesh.tensor import DTensor
@@ -127,16 +126,23 @@ class _FusedLayerNorm(torch.autograd.Function):
         scale = None if weight is None else weight._local_tensor
         shift = None if bias is None else bias._local_tensor
         out, mean, rstd = aten.native_layer_norm(local, normalized, scale, shift, eps)
-        ctx.save_for_backward(local, mean, rstd, scale, shift)
-        ctx.step, ctx.came, ctx.cut, ctx.normalized = step, came, cut, normalized
+        ctx.save_for_backward(x, weight, bias, local, mean, rstd)
+        ctx.step, ctx.came, ctx.cut, ctx.normalized, ctx.eps = step, came, cut, normalized, eps
         return deliver(out, mesh, cut, cut, came.shape, as_local=step.local_output)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
         step: LayerNormStep = ctx.step
-        local, mean, rstd, scale, shift = ctx.saved_tensors
+        x, weight, bias, local, mean, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is asked for
+
+            def by_ops(*inputs: Any) -> torch.Tensor:
+                return step.run_by_ops(inputs[0], inputs[1], inputs[2], ctx.normalized, ctx.eps)
+
+            made = gradients_by_ops(by_ops, (x, weight, bias), ctx.needs_input_grad[:3], grad)
+            return *made, None, None, None
+        scale, shift = (None if p is None else p._local_tensor for p in (weight, bias))
         shape = ctx.came.shape
         mine = take_gradient(grad, ctx.cut, ctx.cut, shape, comm_of(step.mesh))
         needs = list(ctx.needs_input_grad[:3])

@@ -121,6 +121,8 @@ RULES: dict[str, Rule] = {
         ("where.self", "prims.where.default"),
         pointwise(summed((1, 2)), selecting((1,), (2,), (1, 2))),
     ),
+    # How torch finds the sizes of a sum or product with zeros that take no memory.
+    **dict.fromkeys([f"prims.{name}.default" for name in ("add", "sub", "mul", "div")], ELEMENTWISE),
     "masked_fill.Scalar": pointwise(fill_where),
     "masked_fill.Tensor": pointwise(summed((0, 2)), selecting((0,), (2,), (0, 2))),
     "lerp.Scalar": pointwise(_SUM),

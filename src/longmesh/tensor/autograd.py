@@ -222,7 +222,8 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
-        local = move(grad, gradient_layout(ctx.layout, ctx.grad_placements))._local_tensor
+        layout = gradient_layout(ctx.layout, ctx.grad_placements)
+        local = to_local(redistribute(grad, layout, False, None, None), None)
         factor = _average_size(ctx.layout)
         return (local / factor if factor > 1 else local), None, None, None, None, None
 
@@ -241,7 +242,10 @@ class _ToLocal(torch.autograd.Function):
         factor = _average_size(ctx.layout)
         layout = gradient_layout(ctx.layout, ctx.grad_placements)
         grad = grad * factor if factor > 1 else grad
-        return DTensor(grad, ctx.mesh, layout, ctx.shape, global_stride(ctx.shape, grad)), None
+        stride = global_stride(ctx.shape, grad)
+        if torch.is_grad_enabled() and grad.requires_grad:  # a second derivative is asked for
+            return _FromLocal.apply(grad, ctx.mesh, layout, ctx.shape, stride, None), None
+        return DTensor(grad, ctx.mesh, layout, ctx.shape, stride), None
 
 
 class _Redistribute(torch.autograd.Function):
@@ -261,7 +265,8 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
-        moved = move(grad, gradient_layout(ctx.layout), async_op=ctx.async_op, dtype=ctx.backward_dtype)
+        layout = gradient_layout(ctx.layout)
+        moved = redistribute(grad, layout, ctx.async_op, ctx.backward_dtype, None)
         if moved.dtype != ctx.dtype:
-            moved = move(moved, moved._layout, dtype=ctx.dtype)
+            moved = redistribute(moved, layout, False, ctx.dtype, None)
         return moved, None, None, None, None

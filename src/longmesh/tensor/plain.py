@@ -7,6 +7,7 @@ layout, which only its owner knows.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from longmesh._torch import engine_code, in_backward
 from longmesh.errors import LongmeshError
 from longmesh.rules.lookup import can_read
 from longmesh.spec import Layout
@@ -106,30 +108,44 @@ def replicate_plain(
         is_equal = id(tensor) in written or _is_equal_everywhere(tensor)
         if not is_equal and not _is_added_mask(func, tensor) and not _lengths.are(args, tensor):
             refuse_mix(func, all_tensors((args, kwargs)))
+        if tensor._is_zerotensor():  # autograd's zeros that take no memory: a part must have some
+            tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return DTensor(tensor, mesh, whole, tensor.shape, tensor.stride())
 
     return map_tensors(convert, (args, kwargs))
 
 
 def _is_equal_everywhere(tensor: torch.Tensor) -> bool:
-    """Scalars, also expanded ones, indices and masks; in a backward also constants: its formulas fill tensors.
+    """Scalars, also expanded ones, indices and masks; and what autograd's own formulas make of global values.
 
-    A decomposition computes from global values, so what it makes is the same on every rank.
+    Never decided by values: they are a rank's own. A decomposition computes from global values, so what it makes is the
+    same on every rank.
     """
     if tensor.numel() <= 1 or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         return True
     if decomposing.get() or taken_as_replicated.get():
         return True
-    if tensor.numel() > 1 and all(
-        step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    ):
+    if all(step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
         return True
-    in_backward = torch._C._current_graph_task_id() != -1
-    return in_backward and (not tensor.numel() or bool((tensor == tensor.flatten()[0]).all()))
+    return in_backward() and _is_called_by_autograd()
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether the op that is being dispatched was called by a formula of autograd, not by a hook or a Function of the
+    user: no Python runs between the engine and us."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is None or frame.f_code is engine_code
+
+
+# What runs between the engine's call and here: dispatch, modes that watch it, ops that torch writes in Python.
+_BETWEEN = ("longmesh.tensor.", "longmesh.debug.", "torch._", "torch.utils._python_dispatch", "contextlib")
 
 
 def _is_added_mask(func: OpOverload, tensor: torch.Tensor) -> bool:
-    """A mask in the form in which scores take it, 0 and -inf: attention makes that of a bool or causal mask."""
+    """A mask in the form in which scores take it, 0 and -inf: attention makes that of a bool or causal mask. Only read
+    where that waits for nothing."""
     is_scored = func is torch.ops.aten.add.Tensor or func._schema.name.startswith("aten::_scaled_dot_product")
     return is_scored and can_read(tensor) and bool(((tensor == 0) | (tensor == -math.inf)).all())
 
