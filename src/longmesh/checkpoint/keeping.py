@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,6 @@ class Directory:
             raise LongmeshError(f"{self.path} is a file; give the path of a directory")
         self._keep, self._keep_every, self._max_failures = keep, keep_every, max_failures
         self._check_finite, self._tell_line = check_finite, tell
-        self._world = World()
         self._buffers = Buffers()
         self._damaged: set[int] = set()
         self._cleaned = False
@@ -86,6 +86,11 @@ class Directory:
         self._job: Job | None = None
         self._committing = False
         self._counting: Counting | None = None
+
+    @cached_property
+    def _world(self) -> World:
+        """All ranks, when they are first needed: a directory may be opened before there is a process group."""
+        return World()
 
     # -- what is there -------------------------------------------------------------------------------
 

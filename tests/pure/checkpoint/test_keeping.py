@@ -13,8 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, strategies as st
 
-from longmesh.checkpoint import Directory, background, load
+from longmesh.checkpoint import Directory, background, keeping, load
 from longmesh.checkpoint.generations import choose_removed, generation_path, list_steps, remove_garbage
+from longmesh.comm import World
 from longmesh.errors import CheckpointError, LongmeshError
 from support.generations import failing, flip, loaded, opened, save_all, state
 
@@ -299,3 +300,13 @@ def test_one_generation_loads_with_plain_load(tmp_path):
         CheckpointError, match=r"it has no file .metadata; it has that of step 4: use Directory\('.*run"
     ):
         load(found, tmp_path / "run")
+
+
+def test_a_directory_may_be_opened_before_there_are_ranks(tmp_path, monkeypatch):
+    directory, _ = opened(tmp_path / "run")
+    made = []
+    monkeypatch.setattr(keeping, "World", lambda: made.append(1) or World())
+    assert directory.steps() == [] and directory.latest() is None
+    assert made == []
+    save_all(directory, [1, 2])
+    assert made == [1]
