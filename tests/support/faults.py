@@ -110,6 +110,9 @@ STOPPED = (
     r"longmesh train: rank {rank} \(host .*, pid \d+\) is stopped \(SIGSTOP, or Ctrl-Z\); rank \d has waited"
 )
 LOOPS = r"longmesh train: rank {rank} \(host .*, pid \d+\) is in no collective.* \(File .*sitecustomize.py.*, in act\)"
+LOCKED = (
+    r"longmesh train: rank {rank} \(host .*, pid \d+\) does not answer: it runs code that keeps Python's lock"
+)
 ASKED = r"longmesh train: stopped( by SIG\w+)? as asked; exit code 75: start it again to go on"
 POINTS = ("start", "group", "step", "forward", "backward", "collective", "save", "write", "commit")
 LONG = ("start", "group", "save", "write", "commit")  # with three times the limit
@@ -141,6 +144,7 @@ def stuck() -> list[Fault]:
         for what, said in (("SIGSTOP", STOPPED), ("loop", LOOPS)):
             if (what, point) != ("loop", "start"):  # nothing of ours runs there yet
                 faults.append(Fault(what, point, 124, said, skip=skip, limit=_limit(point)))
+    faults.append(Fault("regex", "step", 124, LOCKED, skip=2, limit=LIMIT_S))
     faults.append(Fault("SIGSTOP", "step", 124, STOPPED, rank=2, ranks=3, skip=2, limit=LIMIT_S))
     return faults
 

@@ -85,6 +85,9 @@ def start_watching(settings: dict[str, Any]) -> None:
     watching = sys.modules[WATCHING] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(watching)
 
+    stack_file = os.path.join(settings["board"], f"stack{os.environ['RANK']}")
+    faulthandler.register(watching.STACK_SIGNAL, open(stack_file, "w"), all_threads=False)  # noqa: SIM115
+
     def end(finding: Any) -> None:
         record_failure(watching.TIMED_OUT, finding.headline, "\n".join(finding.lines), named=finding.rank)
         os._exit(watching.TIMED_OUT)

@@ -30,6 +30,8 @@ from longmesh.cli.crash import read_crash
 from longmesh.cli.output import RankOutput
 from longmesh.cli.report import RankExit
 from longmesh.comm.stop import REQUEUE_EXIT_CODE
+from longmesh.debug.watching import FileBoard
+from longmesh.debug.watching.status import RankStatus, catches
 
 LOOPBACK = "127.0.0.1"
 GRACEFUL_S = 2.0
@@ -70,6 +72,11 @@ class LocalRanks:
                 )
                 for rank in range(num_ranks)
             }
+            board = FileBoard(str(directory))
+            for rank, process in self._running.items():
+                # Until a rank speaks for itself: one that is stopped before has at least a process to be named by.
+                started = RankStatus(rank, host=socket.gethostname(), pid=process.pid)
+                board.claim(f"rank{rank}", started.to_json())
             self._store = dist.TCPStore(
                 LOOPBACK,
                 listener.getsockname()[1],
@@ -152,16 +159,6 @@ class LocalRanks:
             )
         crash = read_crash(self._crash_file(rank), self._output.last_errors(rank))
         return RankExit(rank, code, crash.message, crash.stack, now, recorded=False)
-
-
-def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(caught >> (signum - 1) & 1)
 
 
 def is_stopped(pid: int) -> bool:

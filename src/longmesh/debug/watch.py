@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm
 from longmesh.comm.store import open_store
 from longmesh.debug.watching import THREAD_NAME, TIMED_OUT, Finding, Watcher
+from longmesh.debug.watching.status import RankStatus
 from longmesh.errors import LongmeshError, NotDistributedError
 
 _STORE_S = 10.0
@@ -142,6 +144,9 @@ class _StoreBoard:
 
     def remove(self, name: str) -> None:
         self._store.set(_key(name), "")
+
+    def ask_for_stack(self, status: RankStatus) -> RankStatus:
+        return replace(status, stack=[])  # its host may be another
 
 
 def _key(name: str) -> str:

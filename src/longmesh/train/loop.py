@@ -29,6 +29,7 @@ from longmesh.train.parallel import Axes, Engines, cut_model, sum_gradients, tak
 from longmesh.train.progress import StepRecord
 from longmesh.train.replicas import check_replicas
 from longmesh.train.state import finished, load_state, open_checkpoints, save_state
+from longmesh.train.stragglers import Stragglers
 
 WARMUP_STEPS = 5
 WORTH_PLANNING_AHEAD = 8  # steps to come: the process that plans ahead takes seconds to start
@@ -53,6 +54,7 @@ class RunRecord:
     steps: list[StepRecord] = field(default_factory=list)
     plan: AttentionPlan | None = None
     is_stopped: bool = False
+    stragglers: list[str] = field(default_factory=list)
 
 
 def train(
@@ -73,7 +75,8 @@ def train(
             losses = load_state(source, model, optimizer, options, corpus.digest)
     record, clock = RunRecord(losses), WaitClock()
     ledger = Ledger(model, losses, record.steps, show)
-    first = len(losses)
+    first, stragglers = len(losses), Stragglers()
+    record.stragglers = stragglers.lines
     sequences = corpus.steps(options.seq_len, options.batch, first=first)
     following, engines = next(sequences), Engines(options, axes)
     with observe_comm(clock), finished(checkpoints):
@@ -85,7 +88,10 @@ def train(
             optimizer.param_groups[0]["lr"] = options.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
             with nullcontext() if step > first else guard.section(FIRST_STEP):
                 numbers, record.plan = run_step(model, optimizer, rows, options, axes, engines)
-            ledger.add(step, numbers, time.perf_counter() - start, clock.seconds - waited)
+            took, waited = time.perf_counter() - start, clock.seconds - waited
+            ledger.add(step, numbers, took, waited)
+            if step > first:  # it makes groups and plans
+                stragglers.add(step, took - waited)
             if options.check_replicas and (step + 1) % options.check_replicas == 0:
                 check_replicas(model, axes, step + 1)
             checkpoints.poll()

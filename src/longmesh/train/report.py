@@ -7,7 +7,7 @@ it, it has their figures as tables.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Summary:
     tokens_per_second: float
     busy_seconds: list[float]
     wait_seconds: list[float]
+    stragglers: list[str] = field(default_factory=list)
 
     @property
     def num_ranks(self) -> int:
@@ -70,7 +71,9 @@ def summarize(record: RunRecord, options: TrainOptions, axes: Axes) -> Summary:
     # The first step plans, makes groups and warms caches; it counts only where it is the only one.
     timed = record.steps[1:] or record.steps
     rate = options.batch * options.seq_len * len(timed) / sum(step.seconds for step in timed)
-    return Summary(options.curve, options.mesh_shape, record.losses, rate, every_busy, every_waited)
+    return Summary(
+        options.curve, options.mesh_shape, record.losses, rate, every_busy, every_waited, record.stragglers
+    )
 
 
 def read_summary(options: TrainOptions) -> Summary:
@@ -159,7 +162,8 @@ def make_page(summary: Summary, baseline: Summary | None, plan: AttentionPlan | 
         )
         for rank, (busy, waited) in enumerate(times)
     ]
-    sections.append(("Time of each rank", "in seconds, over all steps", _bars(bars)))
+    slow = "".join(f"; {escape(line)}" for line in summary.stragglers)
+    sections.append(("Time of each rank", f"in seconds, over all steps{slow}", _bars(bars)))
     if plan is not None:
         stats = plan.stats()
         areas = [

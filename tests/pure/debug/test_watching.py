@@ -12,6 +12,7 @@ import pytest
 
 import longmesh
 from longmesh.cli.crash import read_crash
+from longmesh.debug.watching import FileBoard
 from longmesh.debug.watching.findings import find_stuck
 from longmesh.debug.watching.stacks import Place, find_wait, format_places, parse_dump
 from longmesh.debug.watching.status import RankStatus, describe_silence
@@ -151,6 +152,9 @@ class DictBoard(dict):
     def remove(self, name):
         self.pop(name, None)
 
+    def ask_for_stack(self, status):
+        return status
+
 
 WAITING = compile("def broadcast(sleep, seconds):\n    sleep(seconds)\n", C10D, "exec")
 
@@ -212,3 +216,36 @@ def test_an_abort_of_gloo_is_told_in_words(tmp_path: Path) -> None:
     assert read_crash(dump, "  what():  out of memory").message == (
         "it was in all_reduce at /home/you/script.py:5; out of memory"
     )
+
+
+LOCKED = """
+import faulthandler, re, sys
+faulthandler.register(12, open(sys.argv[1], "w"), all_threads=False)
+print("here", flush=True)
+re.match("(a+)+$", "a" * 60 + "b")
+"""
+
+
+def test_a_process_that_keeps_its_lock_shows_its_stack_by_a_signal(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOCKED)
+    with subprocess.Popen(
+        [sys.executable, script, tmp_path / "stack1"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        time.sleep(0.3)
+        board, status = FileBoard(str(tmp_path)), RankStatus(1, pid=process.pid)
+        try:
+            stack = board.ask_for_stack(status).stack
+        finally:
+            process.kill()
+    assert stack[-1] == f'File "{script}", line 5, in <module>'
+    assert board.ask_for_stack(status).stack == []
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        try:
+            found = board.ask_for_stack(RankStatus(1, pid=process.pid)).stack
+            still_runs = process.poll() is None
+        finally:
+            process.kill()
+    assert found == [] and still_runs  # it has no handler, so the signal would have ended it

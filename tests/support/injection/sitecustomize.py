@@ -8,6 +8,7 @@ import importlib.abc
 import importlib.machinery
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -38,8 +39,8 @@ def act(fault):
     if what == "loop":
         while True:
             pass
-    elif what == "sleep":
-        time.sleep(600)
+    elif what == "regex":
+        re.match("(a+)+$", "a" * 60 + "b")  # keeps Python's lock for ages
     elif what == "raise":
         raise RuntimeError("a fault was put in here")
     elif what == "slow":

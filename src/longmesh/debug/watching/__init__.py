@@ -6,8 +6,8 @@ ranks post it) · findings.py (who is stuck, from all statuses) · watcher.py (t
 Pitfall: imports are relative, because ranks load this folder by its path, without the package around it.
 """
 
-from .board import Board, FileBoard
+from .board import STACK_SIGNAL, Board, FileBoard
 from .findings import Finding
 from .watcher import THREAD_NAME, TIMED_OUT, Watcher
 
-__all__ = ["THREAD_NAME", "TIMED_OUT", "Board", "FileBoard", "Finding", "Watcher"]
+__all__ = ["STACK_SIGNAL", "THREAD_NAME", "TIMED_OUT", "Board", "FileBoard", "Finding", "Watcher"]

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
+
+from .stacks import format_places, parse_dump
+from .status import RankStatus, catches
+
+STACK_SIGNAL = signal.SIGUSR2
+ANSWER_S = 0.3
 
 
 class Board(Protocol):
@@ -20,6 +29,10 @@ class Board(Protocol):
         ...
 
     def remove(self, name: str) -> None: ...
+
+    def ask_for_stack(self, status: RankStatus) -> RankStatus:
+        """The status of a rank that is silent, with its stack if there is a way to it, else with none."""
+        ...
 
 
 class FileBoard:
@@ -51,3 +64,14 @@ class FileBoard:
     def remove(self, name: str) -> None:
         with contextlib.suppress(OSError):
             (self._directory / name).unlink()
+
+    def ask_for_stack(self, status: RankStatus) -> RankStatus:
+        """By a signal, whose handler is faulthandler's and needs no lock: it runs in the thread that it interrupts."""
+        lines: list[str] = []
+        if status.pid and catches(status.pid, STACK_SIGNAL):
+            with contextlib.suppress(OSError):
+                os.kill(status.pid, STACK_SIGNAL)
+                time.sleep(ANSWER_S)
+                stacks = parse_dump((self._directory / f"stack{status.rank}").read_text())
+                lines = [line for stack in stacks[-1:] for line in format_places(stack)]
+        return replace(status, stack=lines)

@@ -49,7 +49,7 @@ def find_stuck(
             told.append(f"{status.name} {describe(status)}")
         last = f"its last collective was {status.last}" if status.last else "it has been in no collective"
         lines.append(f"  rank {status.rank}: {last}")
-        lines += [f"    {line}" for line in status.stack if status.rank in answering]
+        lines += [f"    {line}" for line in status.stack]
     asker = next(s for s in statuses if s.rank == asking)
     wait = f"rank {asking} has waited {asker.seconds:.0f} s for it in {asker.waits_in}"
     patience = max((s.left for s in stuck if s.rank in answering), default=0.0)

@@ -83,7 +83,7 @@ def parse_dump(text: str) -> list[list[Place]]:
         found = _DUMPED.match(line)
         if found:
             stacks[-1].append(Place(found[1], int(found[2]), found[3]))
-        elif "hread 0x" in line:
+        elif "(most recent call first)" in line:
             stacks.append([])
     return stacks
 

@@ -52,6 +52,16 @@ class RankStatus:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})" if self.pid else f"rank {self.rank}"
 
 
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal, where the system tells."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(caught >> (signum - 1) & 1)
+
+
 def describe_silence(status: RankStatus) -> str:
     """Why a rank says nothing, as far as its host is ours and tells."""
     if status.pid == 0:

@@ -4,13 +4,12 @@ The clock is how long this rank has been waiting in one collective. At `report_a
 there looks at what all ranks post, names the one that keeps them waiting, and, at `end_after`, ends the run.
 
 A call that lasts is told from many short ones at the same place by its frame: from half of the limit on the frame is
-held, so that a later call can't be the same object. Pitfall: code that keeps Python's lock stops this thread, too;
-for that case faulthandler, which needs no lock, writes the stack by itself when a beat is late.
+held, so that a later call can't be the same object. Pitfall: code that keeps Python's lock stops this thread, too; the
+rank is then silent, and on a local run its stack is asked for by a signal (see board.py).
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import socket
 import sys
@@ -29,7 +28,7 @@ from .status import RankStatus
 THREAD_NAME = "longmesh watch"
 TIMED_OUT = 124  # what `timeout` of coreutils leaves with
 LONGEST_BEAT_S = 1.0
-LATE_S, LOST_S = 2.0, 4.0
+LOST_S = 4.0
 # What a rank that looks into a wait writes on the board: others leave it to that one, and post their stacks.
 TELLING, ENDING = "telling", "ending"
 
@@ -97,7 +96,6 @@ class Watcher(threading.Thread):
     def stop(self) -> None:
         self._done.set()
         self.join(timeout=2 * LONGEST_BEAT_S)
-        faulthandler.cancel_dump_traceback_later()
 
     # -- the thread ----------------------------------------------------------------------------------
 
@@ -109,7 +107,6 @@ class Watcher(threading.Thread):
     def _step(self) -> None:
         """One beat. A function of its own, so that no frame is held while the thread sleeps."""
         limits = self.limits
-        faulthandler.dump_traceback_later((limits.end_after or limits.report_after) + LATE_S)
         frames = self._look()
         waited = time.monotonic() - self._since
         if self._lost is not None:
@@ -214,6 +211,8 @@ class Watcher(threading.Thread):
         if self._wait is not None:
             after = self._statuses()
             fresh = frozenset(a.rank for a, b in zip(after, before, strict=True) if a.beat != b.beat)
+            if name == ENDING:
+                after = [s if s.rank in fresh else self._board.ask_for_stack(s) for s in after]
             finding = find_stuck(after, fresh, self._rank)
             if finding.patience == 0.0:
                 self._told = True
