@@ -31,6 +31,7 @@ TABLES = (
     "dispatch",
     "kernel",
     "layout",
+    "memory",
     "op_coverage",
     "parallel",
     "randomness",
