@@ -7,14 +7,7 @@ from longmesh.attention.mask.slices import area
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
 from longmesh.attention.plan.predict import Prediction
-
-
-def human_bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
+from longmesh.plan.render import format_bytes
 
 
 def explain(plan: AttentionPlan) -> str:
@@ -24,7 +17,7 @@ def explain(plan: AttentionPlan) -> str:
     mean = max(areas.mean(), 1e-9)
     ring = plan.seq_len * (plan.num_ranks - 1) * len(plan.rows)
     received = sum(s.received_tokens for s in stats)
-    sent = human_bytes(sum(s.received_bytes for s in stats))
+    sent = format_bytes(sum(s.received_bytes for s in stats))
     ratio = 100 * received / max(ring, 1)
     heads = f"{plan.num_heads} heads, {plan.num_kv_heads} key heads of {plan.head_dim}"
     shape = _count(plan.num_ranks, "rank")
@@ -45,8 +38,8 @@ def explain(plan: AttentionPlan) -> str:
     for s in stats:
         lines.append(
             f"  {s.rank:4d} {s.tokens:8d} {s.area:12.0f} {s.area / mean:8.3f}"
-            f" {human_bytes(s.received_bytes):>10} {human_bytes(s.sent_bytes):>10}"
-            f" {human_bytes(s.peak_kv_bytes):>8} {s.kernel_calls:6d}"
+            f" {format_bytes(s.received_bytes):>10} {format_bytes(s.sent_bytes):>10}"
+            f" {format_bytes(s.peak_kv_bytes):>8} {s.kernel_calls:6d}"
         )
     for number, row in enumerate(plan.rows):
         if len(plan.rows) > 1:
