@@ -7,6 +7,8 @@ and the ratio is the median over steps, since sequences differ and other process
 The share outside the model's kernels is what a rank's step takes beside the aten ops of forward and backward on its
 main thread: planning, Python, waiting for others, the optimizer; the median over as many steps. Where other processes
 share the cores, a rank waits for one that they hold up; the processor time of the ranks tells how even the work is.
+The guards are what the trainer does beside a step for a run to survive: asking whether to stop, comparing the ranks'
+times, and the watchdog's looks; their share of a step is by processor time, over many calls.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
+from longmesh import stop_requested
 from longmesh.comm import observe_comm
+from longmesh.debug import watch
 from longmesh.testing import RankPool, cpu_mesh
 from longmesh.train import TrainOptions
 from longmesh.train.data import Corpus
 from longmesh.train.loop import WaitClock, build, run_step
 from longmesh.train.parallel import Axes, Engines, slice_mesh
+from longmesh.train.stragglers import Stragglers
 
+WATCHED_S = 5.0
 AXES = ("data", "context", "tensor")
 
 
@@ -74,6 +80,27 @@ def rank_shares(options: TrainOptions) -> Shares:
         seconds, _ = timed(rank_stepper(options))
     used = time.process_time() - started
     return Shares(1.0 - kernel_seconds(profiler.events()) / seconds, clock.seconds / seconds, used)
+
+
+def rank_guards(calls: int = 300) -> tuple[float, float]:
+    """Processor seconds of the guards: of one step, and of the watchdog in one second."""
+    with watch(300.0):
+        stop_requested()
+        stragglers = Stragglers()
+        started = time.thread_time()
+        for step in range(calls):
+            stop_requested()
+            stragglers.add(step, 1.0)
+        a_step = (time.thread_time() - started) / calls
+        started = time.process_time()
+        time.sleep(WATCHED_S)
+        return a_step, (time.process_time() - started) / WATCHED_S
+
+
+def describe_guards(found: list[tuple[float, float]], seconds: float) -> str:
+    a_step, a_second = (max(values) for values in zip(*found, strict=True))
+    share = a_step / seconds + a_second
+    return f"guards: {a_step * 1e3:.2f} ms a step and {a_second:.2%} of the time, {share:.2%} of {seconds:.2f} s a step"
 
 
 def describe_shares(steps: list[list[Shares]]) -> list[str]:
@@ -128,6 +155,7 @@ def main() -> None:
             ones.append(timed(one_step))
             twos.append(max(pool.run(rank_step, cut, ranks=2, timeout=600)))
         shares = [pool.run(rank_shares, cut, ranks=2, timeout=600) for _ in range(alone.steps)]
+        guards = pool.run(rank_guards, ranks=2, timeout=120)
         dist.destroy_process_group()
     one, two = (statistics.median(seconds for seconds, _ in side[1:]) for side in (ones, twos))
     ratio = statistics.median(a / b for (a, _), (b, _) in zip(ones[1:], twos[1:], strict=True))
@@ -143,6 +171,7 @@ def main() -> None:
     console.print(table)
     for line in describe_shares(shares):
         console.print(line)
+    console.print(describe_guards(guards, two))
     console.print(f"largest difference of the losses: {difference:.1e}")
 
 

@@ -84,7 +84,11 @@ class _Helper:
     def __init__(self) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            [sys.executable, "-c", _SERVE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # a Ctrl-C is for the ranks, which may save and leave
         )
         self._thread = ThreadPoolExecutor(1, "longmesh-plans")
         self._end = weakref.finalize(self, _end, self._process, self._thread)
