@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,24 @@ class Call:
         if len(self.tasks) == 1:
             return [(self.tasks[0], slice(None))]
         return [(replace(task, batch_start=b), slice(b, b + 1)) for b, task in enumerate(self.tasks)]
+
+
+class Kept(NamedTuple):
+    """What backward needs of one group of heads of a batch row: its inputs, the result and its log-sum-exp, and the
+    queries of others that were computed here, as rows."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    remote_q: Tensor | None
+
+
+def kept_of(saved: Sequence[Tensor | None]) -> list[Kept]:
+    """The groups in a flat list of saved tensors, as autograd keeps them."""
+    size = len(Kept._fields)
+    return [Kept(*saved[i : i + size]) for i in range(0, len(saved), size)]  # type: ignore[arg-type]
 
 
 def mark(call: Call, like: Tensor) -> Tensor:
@@ -84,7 +103,7 @@ def _as_written(tensor: Tensor) -> Iterator[None]:
 def forward_rows(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The output of this rank's tokens, and six tensors for each batch row and group of heads of the plan."""
+    """The output of this rank's tokens, and what is `Kept` of each batch row and group of heads."""
     outs, saved = [], []
     with _as_written(q):
         for task, b in call.batches():
@@ -110,14 +129,15 @@ def backward_rows(
 
 
 def _forward_row(task: Task, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):
-    """The output of this rank's tokens, and the six tensors that backward needs for each group of heads."""
+    """The output of this rank's tokens, and what is `Kept` of each group of heads."""
     kept: list[Tensor | None] = []
 
     def compute(_number: int, task: Task, qkv: Sequence[Tensor]) -> list[Tensor]:
         state, remote_q = run_forward(task, *qkv)
         if sinks is not None:
             state = apply_sinks(state, sinks[_heads_of(task)])
-        kept.extend((*qkv, *state, remote_q))
+        q_BHSD, k_BGSD, v_BGSE = qkv
+        kept.extend(Kept(q_BHSD, k_BGSD, v_BGSE, state.out_BHSD, state.lse_BHS, remote_q))
         return [state.out_BHSD.to(q.dtype)]
 
     if task.inner is None:
@@ -128,10 +148,10 @@ def _forward_row(task: Task, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | No
 
 
 def _backward_row(task: Task, dout, kept, sinks, dsinks, totals: Gradients, kv_heads: int):
-    rest = SharedKeyHead()
+    rest, groups = SharedKeyHead(), kept_of(kept)
 
     def compute(number: int, task: Task, douts: Sequence[Tensor]) -> Sequence[Tensor]:
-        q, k, v, out, lse, remote_q = kept[6 * number : 6 * number + 6]
+        q, k, v, out, lse, remote_q = groups[number]
         final = finish(out, lse, douts[0])
         if dsinks is not None:
             heads = _heads_of(task)

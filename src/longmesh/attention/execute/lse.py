@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longmesh.attention.execute.function import Call, backward_rows, forward_rows, mark
+from longmesh.attention.execute.function import Call, backward_rows, forward_rows, kept_of, mark
 from longmesh.attention.execute.heads import Q, to_tokens
 from longmesh.attention.kernel.base import Gradients, zero_like
-
-_KEPT = 6  # tensors that a group of heads of a batch row keeps: q, k, v, out, lse, queries of others
 
 
 class AttendWithLse(torch.autograd.Function):
@@ -61,7 +59,7 @@ def _own_lse(call: Call, saved: Sequence[Tensor | None], num_heads: int) -> Tens
     found, batches = [], call.batches()
     each = len(saved) // len(batches)
     for i, (task, _) in enumerate(batches):
-        by_group = [lse for lse in saved[each * i + 4 : each * (i + 1) : _KEPT] if lse is not None]
+        by_group = [kept.lse for kept in kept_of(saved[each * i : each * (i + 1)])]
         lse = by_group[0]
         if task.inner is not None:
             lse = to_tokens(task, [[t.unsqueeze(-1)] for t in by_group], [Q], [num_heads])[0].squeeze(-1)
@@ -72,8 +70,7 @@ def _own_lse(call: Call, saved: Sequence[Tensor | None], num_heads: int) -> Tens
 def _ones_for_values(saved: Sequence[Tensor | None]) -> list[Tensor | None]:
     """What was kept, with values of 1 and outputs of 0, of one feature each."""
     found: list[Tensor | None] = []
-    for i in range(0, len(saved), _KEPT):
-        q, k, v, out, lse, remote_q = saved[i : i + _KEPT]
-        assert v is not None and out is not None
-        found += [q, k, torch.ones_like(v[..., :1]), torch.zeros_like(out[..., :1]), lse, remote_q]
+    for kept in kept_of(saved):
+        ones, zeros = torch.ones_like(kept.v[..., :1]), torch.zeros_like(kept.out[..., :1])
+        found += kept._replace(v=ones, out=zeros)
     return found

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longmesh.attention.execute.function import Call, backward_rows, forward_rows
+from longmesh.attention.execute.function import Call, backward_rows, forward_rows, kept_of
 from longmesh.attention.kernel.base import Gradients, Score
 from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.errors import LongmeshError
@@ -75,7 +75,8 @@ def attend(
     call = _registry.get(name).enter(q, k, v, sinks, Score(scale))
     out, saved = forward_rows(call, q, k, v, sinks)
     split = call.tasks[0].inner is not None
-    kept = [t for i, t in enumerate(saved) if t is not None and (split or i % 6 > 2)]
+    groups = [each if split else (each.out, each.lse, each.remote_q) for each in kept_of(saved)]
+    kept = [t for group in groups for t in group if t is not None]
     return [out.contiguous(), *(t.clone(memory_format=torch.contiguous_format) for t in kept)]
 
 
