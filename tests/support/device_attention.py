@@ -64,10 +64,10 @@ def device_mesh(num_ranks: int, two_axes: bool) -> DeviceMesh:
     return init_device_mesh("sim", (num_ranks // 2, 2) if two_axes else (num_ranks,))
 
 
-def _engine(case: Case, mesh: DeviceMesh) -> ContextParallel:
+def _engine(case: Case, mesh: DeviceMesh, check: bool = True) -> ContextParallel:
     return ContextParallel(
         mesh, seq_len=SEQ_LEN, mask=MASKS[case.mask](), layout=case.layout, exchange=case.exchange, chunk=4,
-        num_heads=4, num_kv_heads=2, head_dim=8, dtype=case.dtype, kernel=case.kernel,
+        num_heads=4, num_kv_heads=2, head_dim=8, dtype=case.dtype, kernel=case.kernel, check_kernels=check,
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def run_hollow(case: Case, rank: int, num_ranks: int) -> None:
     """As any rank, sizes only: what reads a value raises. The second call copies nothing either."""
     with fake_rank(rank, num_ranks):
         mesh = init_device_mesh("sim", (num_ranks // 2, 2) if case.exchange == "hybrid" else (num_ranks,))
-        cp = _engine(case, mesh)
+        cp = _engine(case, mesh, check=False)  # there are no values to check
         shapes = [(2, heads, cp.num_tokens, 8) for heads in (4, 2, 2)]
         qkv = [hollow(torch.empty(shape, dtype=case.dtype, requires_grad=True)) for shape in shapes]
         options = {

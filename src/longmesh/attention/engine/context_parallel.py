@@ -33,8 +33,9 @@ from longmesh.attention.execute.function import Attend, Call, Gather
 from longmesh.attention.execute.lse import AttendWithLse
 from longmesh.attention.execute.op import attend, cast_for_autocast, register_caller
 from longmesh.attention.execute.route import Route
-from longmesh.attention.kernel.base import Kernel, Score
-from longmesh.attention.kernel.choose import Choice, choose, need_of
+from longmesh.attention.kernel.base import Need, Score
+from longmesh.attention.kernel.choose import Choice, Refused, choose, need_of
+from longmesh.attention.kernel.self_check import refused_kernels
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mods.captured import captured_tensors
@@ -86,6 +87,7 @@ class ContextParallel:
         layout: Layout | str = "auto",
         exchange: Exchange | str = "auto",
         kernel: str | None = None,
+        check_kernels: bool = True,
         chunk: int = 512,
         num_heads: int = 8,
         num_kv_heads: int | None = None,
@@ -104,6 +106,8 @@ class ContextParallel:
         self.mesh = mesh
         self.rank: int = 0 if self._comm is None else self._comm.shape.index(self._comm.coordinate)
         self._kernel = kernel
+        self._check_kernels = check_kernels
+        self._refused: dict[Need, Refused] = {}
         self._checks = check
         self._ahead = PlansAhead(self.rank)
         ranks = (1,) if mesh is None else tuple(reversed(mesh.shape))  # (inner, outer), or one number
@@ -275,6 +279,11 @@ class ContextParallel:
     ) -> Call:
         """The call, checked and planned. Collective: every rank goes on, or every rank raises."""
         self._together("attention", self._check, q, k, v, sinks, score, lse)
+        if self._check_kernels:
+            need = self._need(q, v, score)
+            if need not in self._refused:
+                group = None if self.mesh is None else self._everyone
+                self._refused[need] = refused_kernels(need, q.device, self._kernel, group)
         return self.prepare(q, k, v, score)
 
     def _check(
@@ -317,15 +326,16 @@ class ContextParallel:
         # Under torch.compile sizes may be symbols: a plan is for given heads, so theirs are fixed here.
         sizes = int(q.shape[1]), int(k.shape[1]), int(q.shape[3])
         heads = self._plan_heads(*sizes, q.element_size(), q.device)
+        need = self._need(q, v, score)
         if heads.has_elementwise:
             score = replace(score, mask_mod=heads.plan.mask.visible)
-        kernel = self._choose(q, v, score)
+        self._choice = choose(need, self._kernel, self._refused.get(need, ()))
+        kernel = self._choice.kernel
         return Call(tuple(Task(route, kernel, score, heads.outer, heads.inner) for route in heads.routes))
 
-    def _choose(self, q: Tensor, v: Tensor, score: Score) -> Kernel:
-        need = need_of(q, v, score, (), torch.is_grad_enabled())
-        self._choice = choose(need._replace(elementwise=score.mask_mod is not None), self._kernel)
-        return self._choice.kernel
+    def _need(self, q: Tensor, v: Tensor, score: Score) -> Need:
+        elementwise = any(row.schedule.has_elementwise for row in self.plan.rows)
+        return need_of(q, v, score, (), torch.is_grad_enabled())._replace(elementwise=elementwise)
 
     def _plan_heads(
         self, num_heads: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, device: torch.device

@@ -22,6 +22,8 @@ from longmesh.attention.kernel.math import Math
 from longmesh.attention.mask.block import Block
 from longmesh.errors import LongmeshError
 
+Refused = tuple[tuple[str, str], ...]  # kernels by name, and why not
+
 
 class Choice(NamedTuple):
     """A kernel, and in words why it and none before it."""
@@ -51,10 +53,10 @@ def need_of(q_BHSD: Tensor, v_BGKE: Tensor, score: Score, blocks: Sequence[Block
 
 
 @lru_cache(maxsize=256)
-def choose(need: Need, force: str | None = None) -> Choice:
-    """The fastest kernel that can do `need`, or the one named by `force` if it can."""
+def choose(need: Need, force: str | None = None, refused: Refused = ()) -> Choice:
+    """The fastest kernel that can do `need`, or the one named by `force` if it can. `refused`: not these, and why."""
     every = kernels()
-    refusals = {kernel.name: kernel.refuses(need) for kernel in every}
+    refusals = {kernel.name: kernel.refuses(need) or dict(refused).get(kernel.name) for kernel in every}
     if force is not None:
         if force not in refusals:
             raise LongmeshError(f"there is no attention kernel {force!r}; there are {', '.join(refusals)}")
