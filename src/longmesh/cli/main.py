@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from longmesh.cli.arguments import USAGE_ERROR, Launch, OneLineParser, add_launch_options
+from longmesh.cli.doctor.command import add_parser as add_doctor_parser, run_doctor
 from longmesh.cli.train import add_parser as add_train_parser, run_train
 
 INTERRUPTED = 130
@@ -26,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return USAGE_ERROR
     try:
-        return run_train(options) if options.command == "train" else run_run(options)
+        commands = {"train": run_train, "doctor": run_doctor, "run": run_run}
+        return commands[options.command](options)
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -75,6 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("script", help="a Python file")
     run.add_argument("args", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
     add_train_parser(commands)
+    add_doctor_parser(commands)
     return parser
 
 

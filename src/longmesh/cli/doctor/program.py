@@ -1,0 +1,101 @@
+"""What each rank of a `longmesh doctor` runs: it measures, and rank 0 tells. Its arguments are two files, or ""s.
+
+Exit code 1, on every rank, if anything is wrong on any of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+
+from longmesh.cli.doctor.finding import Finding
+from longmesh.cli.doctor.kernels import examine_kernels
+from longmesh.cli.doctor.links import examine_links
+from longmesh.cli.doctor.machine import examine_machine
+from longmesh.cli.doctor.measured import measured_cluster
+from longmesh.cli.doctor.ranks import examine_exchanges
+
+
+def main(json_path: str, save_path: str) -> int:
+    """Examine this rank and its links; the exit code, the same on every rank."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group()
+    findings, axes = examine(device)
+    problems = sum(f.problem is not None for f in findings)
+    if dist.is_initialized():
+        total = torch.tensor([problems], device=device)
+        dist.all_reduce(total)
+        problems = int(total)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        show(findings, problems)
+        if json_path:
+            found = {"host": platform.node(), "problems": problems, "findings": [asdict(f) for f in findings]}
+            Path(json_path).write_text(json.dumps(found, indent=1))
+        if save_path:
+            name = f"{device.type} x {dist.get_world_size()}, measured"
+            measured_cluster(findings, axes, device, name).save(save_path)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 1 if problems else 0
+
+
+def examine(device: torch.device) -> tuple[list[Finding], dict[str, int | None]]:
+    """Everything that can be found out here, and the levels of links that were measured."""
+    findings = examine_machine(device) + examine_kernels(device)
+    axes: dict[str, int | None] = {}
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        size = dist.get_world_size()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        mesh = init_device_mesh(device.type, (size,))
+        if local < size and size % local == 0:
+            grid = init_device_mesh(device.type, (size // local, local), mesh_dim_names=("pod", "node"))
+            axes = {"node": local, "pod": None}
+            for axis in axes:
+                findings += examine_links(axis, grid.get_group(axis), device)
+        else:
+            axes = {"node": None}
+            findings += examine_links("node", mesh.get_group(), device)
+        findings += examine_exchanges(mesh, device)
+    return findings, axes
+
+
+def show(findings: list[Finding], problems: int) -> None:
+    """The tables, one for each section, and what to do."""
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for section in dict.fromkeys(f.section for f in findings):
+        rows = [f for f in findings if f.section == section]
+        columns = list(dict.fromkeys(key for f in rows for key in f.figures))
+        table = Table(title=section, title_justify="left")
+        for column in (section, *columns, ""):
+            table.add_column(column, overflow="fold")
+        for f in rows:
+            said = f.problem or f.advice or "ok"
+            table.add_row(f.name, *(str(f.figures.get(key, "")) for key in columns), said)
+        console.print(table)
+    wrong = [f"{f.section} {f.name}: {f.problem}" for f in findings if f.problem is not None]
+    for line in wrong:
+        console.print(f"wrong: {line}", highlight=False, markup=False)
+    elsewhere = problems - len(wrong)
+    if elsewhere > 0:
+        console.print(f"wrong on other ranks: {elsewhere}")
+    console.print(
+        "1 problem" if problems == 1 else f"{problems} problems" if problems else "nothing is wrong"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:3]))

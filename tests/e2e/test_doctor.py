@@ -1,0 +1,115 @@
+"""`longmesh doctor` on two ranks: its table, its files, its exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from longmesh.cli.doctor import kernels, links
+from longmesh.cli.doctor.finding import Finding
+from longmesh.cli.doctor.machine import examine_settings
+from longmesh.cli.doctor.program import show
+from longmesh.cli.main import main
+from longmesh.plan.cluster import Cluster
+
+
+def test_two_ranks(tmp_path):
+    report, saved = tmp_path / "doctor.json", tmp_path / "cluster.json"
+    command = [
+        sys.executable,
+        "-m",
+        "longmesh",
+        "doctor",
+        "--ranks",
+        "2",
+        "--json",
+        str(report),
+        "--save",
+        str(saved),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing is wrong" in done.stdout
+    found = json.loads(report.read_text())
+    assert found["problems"] == 0
+    names = {(f["section"], f["name"]) for f in found["findings"]}
+    assert {("exchanges", name) for name in ("ring", "allgather", "sparse", "ulysses")} <= names
+    assert {
+        ("links", name) for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+    } <= names
+    assert {
+        ("kernels", "cpu_flash"),
+        ("kernels", "math"),
+        ("kernels", "matmul"),
+        ("machine", "versions"),
+    } <= names
+    row = next(
+        f["figures"]
+        for f in found["findings"]
+        if f["name"] == "all_reduce" and f["figures"]["bytes"] == 1 << 20
+    )
+    assert row["axis"] == "node" and row["us"] > 0
+    assert row["algorithm_gb_s"] == pytest.approx(row["bytes"] / row["us"] / 1e3, abs=2e-3)
+    assert row["bus_gb_s"] == pytest.approx(row["algorithm_gb_s"], abs=2e-3)  # 2 (n - 1) / n of it
+    cluster = Cluster.load(saved)
+    assert cluster.measured and [level.name for level in cluster.levels] == ["device", "node"]
+    assert {rate.op for rate in cluster.rates} == {"matmul", "attention", "attention_backward"}
+    assert cluster.levels[1].link_of("send").time_us(1 << 20) > 0
+
+
+def test_a_problem_is_told(capsys):
+    show([Finding("kernels", "cuda_flash", {"dtype": "bfloat16"}, "differs from float64 by 0.3")], 2)
+    said = capsys.readouterr().out
+    assert "wrong: kernels cuda_flash: differs from float64 by 0.3" in said
+    assert "wrong on other ranks: 1" in said and "2 problems" in said
+
+
+def test_settings_that_hurt():
+    found = examine_settings(
+        {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "WARN", "TORCH_DISTRIBUTED_DEBUG": "detail"}
+    )
+    assert [(f.name, f.problem) for f in found] == [
+        ("NCCL_P2P_DISABLE", None),
+        ("TORCH_DISTRIBUTED_DEBUG", None),
+    ]
+    assert found[0].advice == "GPUs of a node talk through the host: unset it"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ranks", "0"], "--ranks 0: a run has at least 1 rank"),
+        (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: its folder does not exist; make it first"),
+        (
+            ["--ranks", "1", "--save", "x.json"],
+            "--save needs 2 ranks at least: links are measured between ranks",
+        ),
+    ],
+)
+def test_arguments_that_are_wrong(arguments, text, capsys):
+    assert main(["doctor", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_ranks_of_a_launcher(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert main(["doctor", "--ranks", "2"]) == 2
+    assert "--ranks 2: the ranks are torchrun's here, leave it out" in capsys.readouterr().err
+
+
+class Wrong(kernels.kernels()[0].__class__):
+    """A kernel whose output is a little too large."""
+
+    name = "wrong"
+
+    def forward(self, work, state=None):
+        found = super().forward(work, state)
+        found.out_BHSD.mul_(1.1)
+        return found
+
+
+def test_a_kernel_that_is_wrong_is_a_problem():
+    cpu = links.torch.device("cpu")
+    found = kernels._examine(Wrong(), "causal", cpu, links.torch.float32, 1000.0)
+    assert found.problem is not None and found.problem.startswith("differs from float64 by")
