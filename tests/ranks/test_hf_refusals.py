@@ -16,7 +16,6 @@ HEADS = {**SMALL, "num_attention_heads": 4, "intermediate_size": 48, "max_positi
 def make_config(kind: str):
     import transformers as t
 
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     return {
         "mamba": lambda: t.MambaConfig(**SMALL, state_size=8),
         "lfm2": lambda: t.Lfm2Config(**HEADS, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
@@ -34,18 +33,9 @@ def make_config(kind: str):
             moe_intermediate_size=8,
             shared_expert_intermediate_size=8,
         ),
-        "bloom": lambda: t.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4),
-        "codegen": lambda: t.CodeGenConfig(
-            vocab_size=61, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64
-        ),
-        "bart": lambda: t.BartConfig(
-            vocab_size=61, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48
-        ),
-        "roberta": lambda: t.RobertaConfig(**HEADS, is_decoder=True),
-        "dynamic rope": lambda: t.LlamaConfig(**HEADS, rope_parameters=dynamic),
-        "router loss": lambda: t.MixtralConfig(
-            **HEADS, num_key_value_heads=2, num_local_experts=2, output_router_logits=True
-        ),
+        "xlnet": lambda: t.XLNetConfig(vocab_size=61, d_model=32, n_layer=2, n_head=4, d_inner=48),
+        "doge": lambda: t.DogeConfig(**HEADS, num_key_value_heads=2),
+        "block sparse": lambda: t.BigBirdConfig(**HEADS, is_decoder=True, block_size=2, num_random_blocks=1),
     }[kind]()
 
 
@@ -71,12 +61,12 @@ def refusal(ranks: int, kind: str) -> str:
         ("mamba", ["can't cut MambaForCausalLM", "MambaMixer", "a recurrent layer"]),
         ("lfm2", ["can't cut Lfm2ForCausalLM", "Conv"]),
         ("qwen3_next", ["can't cut Qwen3NextForCausalLM", "Qwen3NextGatedDeltaNet"]),
-        ("bloom", ["can't cut BloomForCausalLM"]),
-        ("codegen", ["can't cut CodeGenForCausalLM", "CodeGenAttention", "computes with its attention mask"]),
-        ("bart", ["can't cut BartForCausalLM", "positions that are counted"]),
-        ("roberta", ["can't cut RobertaForCausalLM without position_ids", "give position_ids in the batch"]),
-        ("dynamic rope", ["LlamaRotaryEmbedding", "rope_type 'dynamic'", "this rank's largest position"]),
-        ("router loss", ["MixtralForCausalLM made an auxiliary loss", "output_router_logits=False"]),
+        ("xlnet", ["can't cut XLNetLMHeadModel", "XLNetRelativeAttention", "unknown='gather'"]),
+        ("doge", ["can't cut DogeForCausalLM", "DogeAttention", "computes with its attention mask"]),
+        (
+            "block sparse",
+            ["can't cut BigBirdForCausalLM", "more than 14 tokens", "attention_type='original_full'"],
+        ),
     ],
 )
 def test_what_mixes_tokens_by_itself_is_refused_by_name(pool, kind, parts):

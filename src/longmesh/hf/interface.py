@@ -18,8 +18,9 @@ from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.errors import LongmeshError
+from longmesh.hf.gather import dense
 from longmesh.hf.mask_functions import mask_of
-from longmesh.hf.open_batch import current_batch, current_look
+from longmesh.hf.open_batch import current_batch, current_look, is_whole
 
 NAME = "longmesh"
 
@@ -35,6 +36,8 @@ def register() -> None:
     attention, mask = _interfaces()
     attention.register(NAME, attend)
     mask.register(NAME, mask_tensor)
+    for classes in _attention_classes():
+        classes.setdefault(NAME, classes["eager"])
 
 
 def _interfaces() -> tuple[Any, Any]:
@@ -44,6 +47,19 @@ def _interfaces() -> tuple[Any, Any]:
     except ImportError as error:
         raise ImportError("longmesh.hf needs transformers: pip install 'longmesh[hf]'") from error
     return AttentionInterface, AttentionMaskInterface
+
+
+def _attention_classes() -> list[dict[str, Any]]:
+    """Of models that choose attention by the name of the implementation. Ours is recognised in their eager one."""
+    from transformers.models.falcon import modeling_falcon
+    from transformers.models.gpt_neo import modeling_gpt_neo
+    from transformers.models.gptj import modeling_gptj
+
+    return [
+        modeling_falcon.FALCON_ATTENTION_CLASSES,
+        modeling_gpt_neo.GPT_NEO_ATTENTION_CLASSES,
+        modeling_gptj.GPTJ_ATTENTION_CLASSES,
+    ]
 
 
 def attend(
@@ -63,7 +79,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (batch, heads, tokens, head dim) in, (batch, tokens, heads, head dim) out."""
     cut = current_cut()
-    if cut is None:
+    if cut is None or is_whole():
         return _by_sdpa(
             module,
             query,
@@ -79,9 +95,7 @@ def attend(
             **kwargs,
         )
     _refuse_unknown(module, {"position_bias": position_bias, **kwargs})
-    look = current_look()
-    if look is not None:
-        look.attention.append(module)
+    if current_look() is not None:
         return token_by_token(query, key, value).transpose(1, 2).contiguous(), None
     refuse_reentrant_checkpoint()
     engine = _engine(cut, module, attention_mask, is_causal, sliding_window)
@@ -103,6 +117,11 @@ def _engine(
 ) -> ContextParallel:
     """The engine for a call's mask. A mask says all; without one, the module is causal as it is for sdpa."""
     if isinstance(mask, CutMask):
+        lo, hi = mask.mask.band() or (0, 0)
+        if lo > hi:
+            raise LongmeshError(
+                f"{type(module).__name__} has a sliding window of 0 tokens; set sliding_window to 1 or more"
+            )
         return cut.engine_with(mask.mask)
     if mask is not None:
         raise LongmeshError(
@@ -136,6 +155,8 @@ def attend_directly(
     """F.scaled_dot_product_attention of a model that calls it by itself."""
     if current_look() is not None:
         return token_by_token(query, key, value)
+    if is_whole():
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
     return cut.attend(query, key, value, *args, **kwargs)
 
 
@@ -186,11 +207,14 @@ def mask_tensor(
             device=device,
             **kwargs,
         )
+    batch = current_batch()
+    mask = mask_of(mask_function, batch) or masks.full()
+    if is_whole() and batch is not None:
+        return dense(mask, batch)
     if current_look() is None and attention_mask is not None and not bool(attention_mask.all()):
         raise LongmeshError(
             "a padding mask inside hf.context_parallel: pass it in the batch given to the scope, which cuts it"
         )
-    mask = mask_of(mask_function, current_batch()) or masks.full()
-    if mask == masks.causal() and allow_is_causal_skip:
+    if torch.compiler.is_compiling() and mask == masks.causal() and allow_is_causal_skip:
         return None
     return CutMask.of(mask, batch_size, q_length, device)

@@ -15,7 +15,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from longmesh.attention import UNBOUNDED, masks
+from longmesh.attention import masks
+from longmesh.attention.mask.band import Band
 from longmesh.errors import LongmeshError
 from longmesh.hf.open_batch import OpenBatch
 
@@ -38,7 +39,7 @@ def mask_of(function: Callable[..., Any], batch: OpenBatch | None) -> masks.Mask
                 else None
             )
         case "sliding_window_overlay":
-            return masks.sliding_window(captured["sliding_window"] - 1, UNBOUNDED)
+            return Band(lo=1 - captured["sliding_window"])  # a window of 0 hides all
         case "sliding_window_bidirectional_overlay":
             return masks.sliding_window(captured["sliding_window"], captured["sliding_window"])
         case "chunked_overlay":

@@ -5,24 +5,37 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from longmesh.attention.scope.cut_sequence import CutSequence
+from longmesh.hf.positions import Rule, counted
 
 
-@dataclass(frozen=True, eq=False)
 class OpenBatch:
-    """A batch that is cut by `cut`; everything else is whole, (rows, tokens).
+    """A batch that is cut by `cut`; what it holds is whole, (rows, tokens), but `local_positions`.
 
-    `positions`: None if the model counts them by itself. `padding`: 1 for tokens, 0 for padding, None if there is none.
+    `positions`: None if the batch gave none. `padding`: 1 for tokens, 0 for padding, None if there is none.
+    `is_packed`: whether rows hold several documents.
     """
 
-    cut: CutSequence
-    tokens: Tensor
-    positions: Tensor | None = None
-    padding: Tensor | None = None
-    labels: Tensor | None = None
-    shift_labels: Tensor | None = None
+    def __init__(
+        self,
+        cut: CutSequence,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None,
+        padding: Tensor | None,
+        is_packed: bool,
+    ) -> None:
+        self.cut, self.tokens, self.padding, self.is_packed = cut, tokens, padding, is_packed
+        self.has_positions = positions is not None
+        self.positions = counted(tokens, tokens, -1) if positions is None else positions
+        self.local_positions = self.cut.lead.shard(self.positions, -1)
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
 
     @property
     def left_padding(self) -> tuple[int, ...]:
@@ -31,25 +44,36 @@ class OpenBatch:
             return (0,)
         return tuple(int(n) for n in (self.padding.cumsum(1) == 0).sum(1))
 
+    def count_positions(self, rule: Rule, pad: int) -> None:
+        """Fill in the positions that the model would count, where the batch gave none."""
+        if not self.has_positions:
+            mask = torch.ones_like(self.tokens) if self.padding is None else self.padding
+            self.positions = rule(self.tokens, mask, pad)
+            # In place: the part of the batch that the scope yielded holds this tensor.
+            self.local_positions.copy_(self.cut.lead.shard(self.positions, -1))
 
-class Seen:
-    """What a model does while it is looked at: attention is not computed, and each module that asks for it is noted."""
 
-    def __init__(self) -> None:
-        self.attention: list[nn.Module] = []
+@dataclass(frozen=True)
+class Look:
+    """A model is only looked at: attention sees each token alone. `positions`: those it was given, if any."""
+
+    tokens: int
+    rows: int
+    positions: Tensor | None
 
 
 _batch: ContextVar[OpenBatch | None] = ContextVar("longmesh_hf_batch", default=None)
-_seen: ContextVar[Seen | None] = ContextVar("longmesh_hf_seen", default=None)
+_look: ContextVar[Look | None] = ContextVar("longmesh_hf_look", default=None)
+_whole: ContextVar[bool] = ContextVar("longmesh_hf_whole", default=False)
 
 
 def current_batch() -> OpenBatch | None:
     return _batch.get()
 
 
-def current_look() -> Seen | None:
+def current_look() -> Look | None:
     """Not None while a model is only looked at."""
-    return _seen.get()
+    return _look.get()
 
 
 def set_batch(batch: OpenBatch | None) -> OpenBatch | None:
@@ -59,5 +83,14 @@ def set_batch(batch: OpenBatch | None) -> OpenBatch | None:
     return before
 
 
-def set_look(seen: Seen | None) -> None:
-    _seen.set(seen)
+def set_look(look: Look | None) -> None:
+    _look.set(look)
+
+
+def is_whole() -> bool:
+    """Whether a layer runs that was given the whole sequence."""
+    return _whole.get()
+
+
+def set_whole(whole: bool) -> None:
+    _whole.set(whole)

@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention import Exchange, Layout, masks
 from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope
+from longmesh.errors import LongmeshError
 from longmesh.hf.interface import attend_directly
 from longmesh.hf.loss import IGNORED, SharedLoss
 from longmesh.hf.open_batch import OpenBatch, set_batch
+from longmesh.hf.scores import HANDLERS
 from longmesh.hf.visible import visible
 from longmesh.hf.watch import watch_models
 
@@ -32,6 +34,7 @@ def context_parallel(
     mask: masks.Mask | None = None,
     layout: Layout | str | None = None,
     exchange: Exchange | str | None = None,
+    unknown: str = "refuse",
 ) -> Iterator[dict[str, Any]]:
     """Cut a batch over the ranks of the mesh and yield this rank's, to call a model with inside the scope.
 
@@ -40,39 +43,49 @@ def context_parallel(
     that start again, or given by `cu_seqlens`. Labels are those of each token, not shifted: they are shifted before
     the cut, and the loss is divided by the number of labels of the whole batch.
 
+    A model is looked at before its first step: a layer that mixes tokens in a way that can't be cut is refused by name.
+    `unknown="gather"` runs such layers on the whole sequence, on every rank, and warns of the memory.
+
     >>> batch = {"input_ids": torch.arange(10)[None]}  # whole, on every rank
     >>> with context_parallel(mesh, batch) as part:
     ...     part["input_ids"].shape, part["position_ids"].shape
     (torch.Size([1, 5]), torch.Size([1, 5]))
     """
+    if unknown not in ("refuse", "gather"):
+        raise LongmeshError(f"hf.context_parallel(unknown={unknown!r}): give 'refuse' or 'gather'")
     ids: Tensor = batch["input_ids"]
     rows, seq_len = ids.shape
     given = batch.get("position_ids")
     positions = torch.arange(seq_len, device=ids.device) if given is None else given
     positions = positions.expand(rows, -1)
     seen = visible(batch, positions, cu_seqlens)
+    packed = cu_seqlens is not None or bool((positions.diff(dim=1) != 1).any())
     if mask is not None:
         seen = mask if seen is None else seen & mask
     cut = cut_over(mesh, seq_len, mask=seen, layout=layout, exchange=exchange)
     engine = cut.lead
     part = {name: value for name, value in batch.items() if name != "attention_mask"}
     part["input_ids"] = engine.shard(ids, 1)
-    part["position_ids"] = engine.shard(positions, 1)
-    labels = batch.get("labels")
+    padding = batch.get("attention_mask")
+    padding = None if padding is None or bool(padding.all()) else padding
+    whole = OpenBatch(
+        cut, ids, positions=None if given is None else positions, padding=padding, is_packed=packed
+    )
+    part["position_ids"] = whole.local_positions
     handlers: dict[Callable[..., Any], Callable[..., Any]] = {
-        torch.nn.functional.scaled_dot_product_attention: partial(attend_directly, cut)
+        **HANDLERS,
+        torch.nn.functional.scaled_dot_product_attention: partial(attend_directly, cut),
     }
+    labels = batch.get("labels")
     if labels is not None:
         following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         loss = SharedLoss(engine, labels, following)
         part["labels"], part["shift_labels"] = loss.labels, loss.following
         part["num_items_in_batch"] = loss.num_following
         handlers[torch.nn.functional.cross_entropy] = loss
-    padding = batch.get("attention_mask")
-    whole = OpenBatch(cut, ids, positions=None if given is None else positions, padding=padding)
     mode, before = open_scope(cut, handlers), set_batch(whole)
     try:
-        with watch_models(whole):
+        with watch_models(whole, unknown == "gather"):
             yield part
     finally:
         set_batch(before)

@@ -1,7 +1,7 @@
 """Which models run in a scope, so that none runs unseen: each is looked at before its first step.
 
-A scope is not told which model will be called in it. torch calls a hook before every module's forward; ours acts on
-transformers models that it has not looked at yet.
+A scope is not told which model will be called in it. torch calls a hook before every module's forward; ours acts on the
+outermost transformers model. What it found is kept, so later steps only put it to work.
 """
 
 from __future__ import annotations
@@ -16,49 +16,62 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from longmesh.errors import LongmeshError
+from longmesh.hf.gather import warn_of_memory
 from longmesh.hf.look import look_at
 from longmesh.hf.open_batch import OpenBatch, current_look
+from longmesh.hf.positions import padding_id
+from longmesh.hf.router import share_router_loss
+from longmesh.hf.treat import Treatment, treat
 
-# Models that may be cut, and for which kinds of batches that was seen.
-_passed: weakref.WeakKeyDictionary[nn.Module, set[tuple[bool, bool]]] = weakref.WeakKeyDictionary()
+Kind = tuple[bool, bool, bool]
+# What was found for a model, by whether the batch has positions, padding, and whether layers may be gathered.
+_found: weakref.WeakKeyDictionary[nn.Module, dict[Kind, Treatment]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def watch_models(batch: OpenBatch) -> Iterator[None]:
-    """Look at every transformers model that this thread calls."""
+def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
+    """Look at every transformers model that this thread calls, and treat it as long as this is open."""
     from transformers import PreTrainedModel
 
     thread = threading.get_ident()
+    prepared: dict[nn.Module, None] = {}
+    outermost: list[nn.Module] = []
 
-    def is_model(module: nn.Module) -> bool:
+    def is_ours(module: nn.Module) -> bool:
         if torch.compiler.is_compiling() or not isinstance(module, PreTrainedModel):
             return False
         return threading.get_ident() == thread and current_look() is None
 
     def before(module: nn.Module, args: Any) -> None:
-        if is_model(module):
-            check(module, batch)
+        if not is_ours(module):
+            return
+        outermost.append(module)
+        if len(outermost) == 1:
+            treatment = treatment_of(module, batch, gather)
+            batch.count_positions(treatment.rule, padding_id(module))
+            if module not in prepared:
+                prepared[module] = None
+                undo.push(treat(module, treatment, batch))
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if is_model(module) and getattr(output, "aux_loss", None) is not None:
-            raise LongmeshError(
-                f"hf.context_parallel: {type(module).__name__} made an auxiliary loss of its router from this rank's "
-                "tokens, which is not a share of that of the whole sequence; set output_router_logits=False"
-            )
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if not is_ours(module):
+            return None
+        outermost.pop()
+        return share_router_loss(module, output, batch)
 
-    handles = register_module_forward_pre_hook(before), register_module_forward_hook(after)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(register_module_forward_pre_hook(before).remove)
+        undo.callback(register_module_forward_hook(after, always_call=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def check(model: nn.Module, batch: OpenBatch) -> None:
-    """Look at a model, if nobody has for such a batch."""
-    kind = (batch.positions is None, batch.padding is not None)
-    if kind not in _passed.get(model, ()):
-        look_at(model, batch)
-        for part in model.modules():
-            _passed.setdefault(part, set()).add(kind)
+def treatment_of(model: nn.Module, batch: OpenBatch, gather: bool) -> Treatment:
+    """How to run this model on such a batch, looked up or found."""
+    kind = (batch.has_positions, batch.padding is not None, gather)
+    known = _found.setdefault(model, {})
+    if kind not in known:
+        known[kind] = look_at(model, batch, gather)
+        gathered = known[kind].of_class(model, known[kind].gathered)
+        if gathered:
+            warn_of_memory(model, gathered, batch)
+    return known[kind]

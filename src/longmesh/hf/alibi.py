@@ -1,0 +1,80 @@
+"""ALiBi: a bias of scores that grows with a key's position, made for all keys and handed on as a CutBias.
+
+Bloom and MPT make it in a method of their base model, from the number of tokens that they see. Inside a scope the
+method of the instance is another: it makes the bias of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longmesh.hf.open_batch import OpenBatch, current_look, is_whole
+from longmesh.hf.scores import CutBias
+
+
+def give_bias(module: nn.Module, batch: OpenBatch) -> Callable[[], None]:
+    """Let a module that makes an ALiBi bias make that of the whole sequence. Returns what undoes it."""
+    names = [name for name in ("build_alibi_tensor", "build_mpt_alibi_tensor") if hasattr(type(module), name)]
+    for name in names:
+        own = getattr(module, name)
+        setattr(
+            module, name, _for_whole(own, batch) if name == "build_alibi_tensor" else _for_length(own, batch)
+        )
+
+    # Bloom asks its method only if there is a mask of padding.
+    handle = (
+        module.register_forward_pre_hook(_with_mask, with_kwargs=True)
+        if "build_alibi_tensor" in names
+        else None
+    )
+
+    def undo() -> None:
+        for name in names:
+            vars(module).pop(name, None)
+        if handle is not None:
+            handle.remove()
+
+    return undo
+
+
+def _with_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    ids = args[0] if args else kwargs.get("input_ids")
+    if kwargs.get("attention_mask") is not None or len(args) > 1:
+        return None
+    like = kwargs["inputs_embeds"][..., 0] if ids is None else ids
+    return args, {**kwargs, "attention_mask": torch.ones(like.shape, dtype=torch.long, device=like.device)}
+
+
+def _for_whole(own: Callable[..., Tensor], batch: OpenBatch) -> Callable[..., Tensor]:
+    """From a mask of padding, (rows, tokens)."""
+
+    def build(attention_mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if is_whole():
+            return own(attention_mask, *args, **kwargs)
+        padding = torch.ones_like(batch.tokens) if batch.padding is None else batch.padding
+        rows = attention_mask.shape[0]
+        whole = own(padding[:rows].to(attention_mask), *args, **kwargs)
+        return CutBias.of(whole, (*whole.shape[:-1], _tokens(batch)))
+
+    return build
+
+
+def _for_length(own: Callable[..., Tensor], batch: OpenBatch) -> Callable[..., Tensor]:
+    """From a number of tokens, of which attention takes the last ones."""
+
+    def build(num_heads: int, sequence_length: int, *args: Any, **kwargs: Any) -> Tensor:
+        if is_whole():
+            return own(num_heads, sequence_length, *args, **kwargs)
+        whole = own(num_heads, batch.tokens.shape[1], *args, **kwargs)
+        return CutBias.of(whole, (*whole.shape[:-1], _tokens(batch)))
+
+    return build
+
+
+def _tokens(batch: OpenBatch) -> int:
+    look = current_look()
+    return batch.cut.num_tokens if look is None else look.tokens

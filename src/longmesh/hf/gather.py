@@ -1,0 +1,188 @@
+"""A layer run on the whole sequence, for layers that can't be run on a part of it: unknown="gather".
+
+    this rank's tokens --all-gather--> all tokens, in order --the layer--> all tokens --take--> this rank's tokens
+
+Every rank computes the whole layer. Its gradients are gathered as well, so each rank differentiates the whole layer,
+too; they are divided by the number of ranks on the way in and multiplied on the way out, so that parameter gradients,
+which users add up over ranks, count once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from longmesh.attention import masks
+from longmesh.attention.engine.context_parallel import ContextParallel
+from longmesh.attention.scope.cut_mask import CutMask
+from longmesh.errors import LongmeshError
+from longmesh.hf.open_batch import OpenBatch, current_look, is_whole, set_whole
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, engine: ContextParallel, dim: int) -> Tensor:
+        ctx.engine, ctx.dim = engine, dim
+        return engine.unshard(part, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.engine.shard(grad, ctx.dim) * ctx.engine.plan.num_ranks, None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, engine: ContextParallel, dim: int) -> Tensor:
+        ctx.engine, ctx.dim = engine, dim
+        return engine.shard(whole, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.engine.unshard(grad.contiguous(), ctx.dim) / ctx.engine.plan.num_ranks, None, None
+
+
+def run_gathered(module: nn.Module, name: str, batch: OpenBatch) -> Callable[[], None]:
+    """Let a module run on the whole sequence. Returns what undoes it."""
+    forward = module.forward
+    had_own = "forward" in module.__dict__
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        look = current_look()
+        if is_whole():  # inside another such layer
+            return forward(*args, **kwargs)
+        if look is not None:
+            return _each_token(forward, args, kwargs, look.tokens)
+        return _whole(module, forward, args, kwargs, batch)
+
+    module.forward = gathered
+
+    def undo() -> None:
+        if had_own:
+            module.forward = forward
+        else:
+            del module.forward
+
+    return undo
+
+
+def warn_of_memory(model: nn.Module, modules: list[tuple[str, nn.Module]], batch: OpenBatch) -> None:
+    classes = sorted({type(module).__name__ for _, module in modules})
+    warnings.warn(
+        f"hf.context_parallel(unknown='gather'): {len(modules)} of {type(model).__name__}'s layers "
+        f"({', '.join(classes)}) run on the whole sequence of {batch.tokens.shape[1]} tokens on every rank, with the "
+        "memory and time of one process",
+        stacklevel=3,
+    )
+
+
+def _whole(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: OpenBatch,
+) -> Any:
+    engine, tokens = batch.cut.lead, batch.cut.num_tokens
+    if batch.is_packed and not any(isinstance(value, CutMask) for value in (*args, *kwargs.values())):
+        raise LongmeshError(
+            f"hf.context_parallel(unknown='gather'): {type(module).__name__} gets no mask, so in a row of several "
+            "documents it would mix them; give one document a row"
+        )
+
+    _check_shapes(module, tokens, (args, kwargs))
+
+    def gather(value: Any) -> Any:
+        if isinstance(value, CutMask):
+            return dense(value.mask, batch)
+        if isinstance(value, Tensor):
+            dim = _token_dim(value, tokens)
+            return value if dim is None else _Gather.apply(value, engine, dim)
+        return _map(gather, value)
+
+    def take(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            dim = _token_dim(value, engine.plan.seq_len)
+            return value if dim is None else _Take.apply(value, engine, dim)
+        return _map(take, value)
+
+    given, named = gather(args), gather(kwargs)
+    set_whole(True)
+    try:
+        out = forward(*given, **named)
+    finally:
+        set_whole(False)
+    return take(out)
+
+
+def _check_shapes(module: nn.Module, tokens: int, given: Any) -> None:
+    """Raise for what was made from the number of tokens, such as a table of 2 * tokens relative positions."""
+    for value in tree_leaves(given):
+        if isinstance(value, Tensor) and not isinstance(value, CutMask) and _token_dim(value, tokens) is None:
+            made = {2 * tokens, 2 * tokens - 1, 2 * tokens + 1, tokens + 1} & set(value.shape)
+            if made:
+                raise LongmeshError(
+                    f"hf.context_parallel(unknown='gather'): {type(module).__name__} is given a tensor of "
+                    f"{tuple(value.shape)}, made from this rank's {tokens} tokens, which can't be gathered"
+                )
+
+
+def _each_token(forward: Callable[..., Any], args: Any, kwargs: Any, tokens: int) -> Any:
+    """While a model is looked at: the module on each token alone."""
+
+    def only(at: int) -> Callable[[Any], Any]:
+        def pick(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if isinstance(value, CutMask):
+                    return torch.zeros(value.shape[0], 1, 1, 1, device=value.device)
+                dim = _token_dim(value, tokens)
+                return value if dim is None else value.narrow(dim, at, 1)
+            return _map(pick, value)
+
+        return pick
+
+    outs = [forward(*only(at)(args), **only(at)(kwargs)) for at in range(tokens)]
+    return _joined(outs)
+
+
+def _joined(outs: list[Any]) -> Any:
+    first = outs[0]
+    if isinstance(first, Tensor):
+        dim = next((d for d in (1, 2, 0) if d < first.ndim and first.shape[d] == 1), None)
+        return first if dim is None or first.ndim < 2 else torch.cat(outs, dim=dim)
+    if isinstance(first, dict):
+        joined = {key: _joined([out[key] for out in outs]) for key in first}
+        return type(first)(**joined) if type(first) is not dict else joined
+    if isinstance(first, (list, tuple)):
+        return type(first)(_joined(list(items)) for items in zip(*outs, strict=True))
+    return first
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        found = {key: function(item) for key, item in value.items()}
+        return type(value)(**found) if type(value) is not dict else found
+    if type(value) in (list, tuple):
+        return type(value)(function(item) for item in value)
+    return value
+
+
+def _token_dim(value: Tensor, tokens: int) -> int | None:
+    """The dim of the tokens: behind the batch, before the features."""
+    return next((d for d in (1, 2, 0) if d < value.ndim and value.shape[d] == tokens), None)
+
+
+def dense(mask: masks.Mask, batch: OpenBatch) -> Tensor:
+    """The whole mask as a tensor to be added to scores: (rows, 1, tokens, tokens)."""
+    seen = batch.cut.engine_with(mask).plan.mask
+    length, device = batch.tokens.shape[1], batch.tokens.device
+    at = torch.arange(length, device=device)
+    rows = [torch.tensor(row, device=device) for row in range(batch.rows)]
+    shown = torch.stack([seen.visible(row, torch.zeros_like(row), at[:, None], at) for row in rows])
+    return torch.zeros(shown.shape, device=device).masked_fill(~shown, torch.finfo(torch.float32).min)[
+        :, None
+    ]

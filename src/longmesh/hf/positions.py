@@ -1,0 +1,77 @@
+"""Positions of a batch that gives none: those that the model would count, on the whole sequence.
+
+Most models count 0, 1, 2, ... Some skip padding, and the roberta family counts tokens that are not padding from
+padding_idx + 1. Which rule a model follows is found by looking at it (look.py), not by its name.
+
+A module that embeds positions may count them by itself and never hear of position_ids. If its forward takes
+`position_ids`, a hook gives it this rank's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+# Each makes (rows, tokens) of token ids, a mask that is 1 for tokens and 0 for padding, and the id of padding.
+Rule = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def counted(ids: Tensor, mask: Tensor, pad: int) -> Tensor:
+    return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+
+
+def tokens_counted(ids: Tensor, mask: Tensor, pad: int) -> Tensor:
+    return (mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+def from_padding_index(ids: Tensor, mask: Tensor, pad: int) -> Tensor:
+    real = (ids != pad).long()
+    return real.cumsum(1) * real + pad
+
+
+RULES: tuple[Rule, ...] = (counted, tokens_counted, from_padding_index)
+
+
+def padding_id(model: nn.Module) -> int:
+    """The id of padding, by the module that embeds positions if it knows one, else by the configuration."""
+    for module in model.modules():
+        if hasattr(module, "position_embeddings") and isinstance(getattr(module, "padding_idx", None), int):
+            return module.padding_idx  # pyright: ignore[reportReturnType]
+    found = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return found if isinstance(found, int) and found >= 0 else -1
+
+
+def counts_by_itself(module: nn.Module) -> bool:
+    """Whether a module embeds positions that it may count by itself, and takes others."""
+    if "Position" not in type(module).__name__ or "Embedding" not in type(module).__name__:
+        return False
+    return "position_ids" in inspect.signature(module.forward).parameters
+
+
+def give_positions(module: nn.Module, positions: Callable[[], Tensor | None]) -> list[RemovableHandle]:
+    """Call the module with these positions, (rows, tokens), whatever its caller gives it. None: leave it alone.
+
+    They come without rows, as from a model that counts, where the caller has none and all rows are alike.
+    """
+    place = list(inspect.signature(module.forward).parameters).index("position_ids")
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = positions()
+        if given is None:
+            return None
+        callers = args[place] if len(args) > place else kwargs.get("position_ids")
+        if (callers is None or callers.ndim == 1) and bool((given == given[:1]).all()):
+            given = given[0]
+        if len(args) > place:
+            return (*args[:place], given, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "position_ids": given}
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return output.squeeze(0) if isinstance(output, Tensor) and output.ndim > 3 else None
+
+    return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]

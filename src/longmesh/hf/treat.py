@@ -1,0 +1,69 @@
+"""What is done to a model inside a scope, and undone after it: hooks and forwards of single modules, no patches.
+
+A `Treatment` is found by looking at a model (look.py) and holds for all its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from longmesh.hf import alibi, positions, rope, scores
+from longmesh.hf.gather import run_gathered
+from longmesh.hf.open_batch import OpenBatch, current_look, is_whole
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """`rule`: how the model counts positions. `scores`: classes of modules that compute attention by themselves.
+    `gathered`: classes of modules that run on the whole sequence."""
+
+    rule: positions.Rule = positions.counted
+    scores: frozenset[type] = frozenset()
+    gathered: frozenset[type] = frozenset()
+
+    def of_class(self, model: nn.Module, classes: frozenset[type]) -> list[tuple[str, nn.Module]]:
+        return [(name, module) for name, module in model.named_modules() if type(module) in classes]
+
+
+def treat(model: nn.Module, treatment: Treatment, batch: OpenBatch) -> ExitStack:
+    """Prepare a model for this batch. Closing what is returned leaves it as it was."""
+    undo = ExitStack()
+
+    def local_positions() -> Tensor | None:
+        look = current_look()
+        if look is not None:
+            return None if look.positions is None else look.positions.expand(look.rows, -1)
+        return batch.positions if is_whole() else batch.local_positions
+
+    def longest() -> int:
+        return int(batch.positions.max())
+
+    for module in model.modules():
+        if positions.counts_by_itself(module):
+            for handle in positions.give_positions(module, local_positions):
+                undo.callback(handle.remove)
+        if rope.depends_on_length(module):
+            for handle in rope.give_length(module, longest):
+                undo.callback(handle.remove)
+        undo.callback(alibi.give_bias(module, batch))
+    for _, module in treatment.of_class(model, treatment.scores):
+        for handle in (
+            module.register_forward_pre_hook(_switch(True)),
+            module.register_forward_hook(_switch(False), always_call=True),
+        ):
+            undo.callback(handle.remove)
+    for name, module in treatment.of_class(model, treatment.gathered):
+        undo.callback(run_gathered(module, name, batch))
+    return undo
+
+
+def _switch(on: bool) -> Callable[..., None]:
+    def switch(*args: Any) -> None:
+        scores.set_recognised(on and not is_whole())
+
+    return switch

@@ -1,0 +1,98 @@
+"""A choice of families of transformers, one for each way in which they differ, against one process."""
+
+import pytest
+import torch
+
+from longmesh import hf
+from longmesh.testing import cpu_mesh
+from support.model_sweep import WHATS, make_batch, sweep_family
+from support.tiny_models import make_model
+
+FAMILIES = {
+    "xlm-roberta": "positions from padding_idx + 1",
+    "bart": "positions that it counts, a loss that it averages",
+    "opt": "positions that skip padding",
+    "phimoe": "a window that is only in the mask",
+    "llama4_text": "chunks",
+    "bloom": "ALiBi and attention of its own",
+    "mpt": "ALiBi in another way",
+    "gpt_neo": "a causal buffer with windows",
+    "openai-gpt": "a causal buffer that is multiplied",
+    "deepseek_v3": "head dims that differ",
+    "gpt_oss": "sinks",
+    "gemma2": "softcap",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_exact(pool, family):
+    whats = ("plain", "packed", "right") if family == "llama4_text" else WHATS
+    for found in pool.run(sweep_family, 3, family, whats, {}, ranks=3, timeout=300.0):
+        assert {what: kind for what, (kind, _) in found.items()} == dict.fromkeys(whats, "exact"), found
+
+
+@pytest.mark.parametrize("family", ["lfm2", "doge"])
+def test_layers_that_can_not_be_cut_are_gathered_when_asked(pool, family):
+    for found in pool.run(
+        sweep_family, 2, family, ("plain", "right"), {"unknown": "gather"}, ranks=2, timeout=300.0
+    ):
+        assert {kind for kind, _ in found.values()} == {"exact"}, found
+
+
+def with_settings(ranks: int, family: str, settings: dict) -> list[float]:
+    """Loss and gradients against one process: the worst of each."""
+    hf.register()
+    batch = make_batch("plain")
+    plain, model = make_model(family, "eager", **settings), make_model(family, "longmesh", **settings)
+    expected = plain(**batch, use_cache=False).loss
+    expected.backward()
+    for _ in range(2):  # the second step does not look at the model again
+        model.zero_grad()
+        with hf.context_parallel(cpu_mesh(ranks), batch) as part:
+            loss = model(**part, use_cache=False).loss
+            loss.backward()
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    worst = 0.0
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.distributed.all_reduce(ours.grad)
+        worst = max(
+            worst, float((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max().clamp(min=1e-6))
+        )
+    return [abs(float(total - expected)), worst]
+
+
+FACTORS = [1.0 + 0.1 * i for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("mixtral", {"output_router_logits": True}),
+        (
+            "llama",
+            {
+                "max_position_embeddings": 16,
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            },
+        ),
+        (
+            "phi3",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": FACTORS,
+                    "original_max_position_embeddings": 30,
+                },
+                "original_max_position_embeddings": 30,
+            },
+        ),
+    ],
+    ids=["router loss", "dynamic rope", "longrope"],
+)
+def test_what_depends_on_the_whole_sequence_is_taken_from_it(pool, family, settings):
+    for loss, gradients in pool.run(with_settings, 2, family, settings, ranks=2, timeout=300.0):
+        assert loss < 1e-5
+        assert gradients < 1e-3

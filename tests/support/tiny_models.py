@@ -1,0 +1,179 @@
+"""A tiny random model of every causal-LM family that transformers has.
+
+Sizes are set by name, whatever a configuration calls them; what a family wants besides is in `BESIDES`. What can't be
+made small, or needs a package that is not there, is not a family of the sweep.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+VOCABULARY = 61
+MOST_PARAMETERS = 6_000_000
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "decoder_attention_heads",
+    "encoder_attention_heads",
+)
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+_WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim")
+_LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_DROPOUTS = (
+    *(
+        "attention_dropout",
+        "hidden_dropout",
+        "dropout",
+        "activation_dropout",
+        "attn_pdrop",
+        "resid_pdrop",
+        "embd_pdrop",
+    ),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "emb_pdrop", "layerdrop", "decoder_layerdrop"),
+    *(
+        "residual_dropout",
+        "router_jitter_noise",
+        "input_jitter_noise",
+        "embedding_dropout",
+        "summary_first_dropout",
+    ),
+)
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size"), 32),
+    **dict.fromkeys(_WIDTHS, 48),
+    **dict.fromkeys(_LAYERS, 2),
+    **dict.fromkeys(("encoder_layers", "num_encoder_layers"), 1),
+    **dict.fromkeys(_HEADS, 4),
+    **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    **dict.fromkeys(_LENGTHS, 128),
+    **dict.fromkeys(("pad_token_id",), 0),
+    **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
+    **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
+    **dict.fromkeys(_EXPERTS, 4),
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16
+    ),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "hidden_size_per_layer_input"), 8),
+    "rotary_dim": 4,
+    "type_vocab_size": 2,
+    "sliding_window": 9,
+    "attention_chunk_size": 16,
+    **dict.fromkeys(_DROPOUTS, 0.0),
+    **dict.fromkeys(("mamba_d_state", "state_size"), 8),
+    "mamba_expand": 2,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_conv": 4,
+}
+_LEFT_OUT: Any = object()
+_WINDOW_AND_FULL = ["sliding_attention", "full_attention"]
+BESIDES: dict[str, dict[str, Any]] = {
+    "falcon": {"num_kv_heads": 4, "multi_query": False},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 9},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "falcon_h1": {"layer_types": _LEFT_OUT, "mamba_d_ssm": 64, "mamba_n_groups": 1},
+    "bamba": {"layer_types": _LEFT_OUT, "attn_layer_indices": [1]},
+    "cohere_compass_text": {"layer_types": _WINDOW_AND_FULL},
+    "dots1": {"n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "gemma3n_text": {
+        "layer_types": _WINDOW_AND_FULL * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "longcat_flash": {"num_layers": 1, "head_dim": 8, "qk_head_dim": 16},
+    "zamba": {"num_hidden_layers": 8, "attn_layer_offset": 1, "attn_layer_period": 3, "mamba_n_heads": 2},
+    "zamba2": {
+        "num_hidden_layers": 8,
+        "hybrid_layer_ids": [2, 5],
+        "layers_block_type": _LEFT_OUT,
+        "layer_types": _LEFT_OUT,
+    },
+    "qwen4_exp_text": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "qwen2_moe": {"use_sliding_window": True},
+    "roc_bert": {"shape_vocab_size": 61, "pronunciation_vocab_size": 61},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    "reformer": {
+        "axial_pos_embds_dim": (16, 16),
+        "axial_pos_shape": (8, 16),
+        "num_hashes": 1,
+        "attention_head_size": 8,
+    },
+}
+
+
+def make_config(family: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[family]
+    usual = kind()
+    names = usual.attribute_map if hasattr(usual, "attribute_map") else {}
+    given = {name: value for name, value in SMALL.items() if _has(usual, name)}
+    given = {name: value for name, value in given.items() if names.get(name) not in given}
+    if "qk_rope_head_dim" in given:
+        given.pop("head_dim", None)
+        given["num_key_value_heads"] = given["num_attention_heads"]
+    layers = getattr(usual, "layer_types", None)
+    if layers and not isinstance(getattr(kind, "layer_types", None), property):
+        kinds = list(dict.fromkeys(layers))
+        given["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
+        given |= {name: len(given["layer_types"]) for name in _LAYERS if name in given}
+    if hasattr(usual, "is_decoder"):
+        given["is_decoder"] = True
+    given |= BESIDES.get(family, {})
+    return kind(**{name: value for name, value in given.items() if value is not _LEFT_OUT})
+
+
+def _has(config: Any, name: str) -> bool:
+    if isinstance(getattr(type(config), name, None), property):
+        return False
+    try:
+        return hasattr(config, name)
+    except Exception:  # an attribute that differs from layer to layer says so
+        return True
+
+
+def make_model(family: str, implementation: str, **settings: Any) -> Any:
+    """The same random weights for the same family."""
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = make_config(family)
+        for name, value in settings.items():
+            setattr(config, name, value)
+        with torch.device("meta"):
+            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        if size > MOST_PARAMETERS:
+            raise ValueError(f"{family} has {size} parameters: it could not be made small")
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
+def families() -> list[str]:
+    """Every causal-LM family of the installed transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
