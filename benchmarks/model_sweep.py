@@ -92,8 +92,9 @@ def outcome(pool: RankPool, family: str) -> tuple[str, str]:
     return worst, text
 
 
-def sweep(names: list[str]) -> list[str]:
-    lines = []
+def sweep(names: list[str], keep: bool) -> None:
+    """All families first, then those again that were not exact, with gathering; kept as far as it came."""
+    rows: dict[str, list[str]] = {}
     with RankPool(max(RANKS)) as pool:
         for family in names:
             try:
@@ -102,10 +103,22 @@ def sweep(names: list[str]) -> list[str]:
                 print(f"{family}: not made small ({str(error).splitlines()[-1]})", flush=True)
                 continue
             kind, why = outcome(pool, family)
-            gathered = kind if kind == "exact" else gathered_outcome(pool, family)
-            lines.append("\t".join((family, kind, " ".join(why.split()), gathered)))
-            print(lines[-1], flush=True)
-    return lines
+            rows[family] = [family, kind, " ".join(why.split()), "exact" if kind == "exact" else "not tried"]
+            report(rows, family, keep)
+        for family, row in rows.items():
+            if row[1] != "exact":
+                row[3] = gathered_outcome(pool, family)
+                report(rows, family, keep)
+
+
+def report(rows: dict[str, list[str]], family: str, keep: bool) -> None:
+    import transformers
+
+    print(*rows[family], sep="\t", flush=True)
+    if keep:
+        made = f"# {datetime.date.today()} with transformers {transformers.__version__}, torch {torch.__version__}"
+        lines = ["\t".join(row) for row in rows.values()]
+        RESULTS.write_text("\n".join([made, *lines]) + "\n", encoding="utf-8")
 
 
 def page() -> str:
@@ -135,14 +148,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.page:
-        import transformers
-
-        lines = sweep(options.families or tiny_models.families())
-        if options.families:
-            return
-        made = f"# {datetime.date.today()} with transformers {transformers.__version__}, torch {torch.__version__}"
-        RESULTS.write_text("\n".join([made, *lines]) + "\n", encoding="utf-8")
-    PAGE.write_text(page(), encoding="utf-8")
+        sweep(options.families or tiny_models.families(), keep=not options.families)
+    if not options.families:
+        PAGE.write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def refusal(ranks: int, kind: str) -> str:
     ],
 )
 def test_what_mixes_tokens_by_itself_is_refused_by_name(pool, kind, parts):
-    for text in pool.run(refusal, 2, kind, ranks=2):
+    for text in pool.run(refusal, 2, kind, ranks=2, timeout=300.0):
         for part in parts:
             assert part in text
 

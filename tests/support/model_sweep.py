@@ -55,7 +55,7 @@ def make_batch(what: str) -> dict[str, Tensor]:
 
 def is_small(family: str) -> None:
     """Raise unless one process can run the family."""
-    _one_process(family, make_batch("plain"), alone=False)
+    _one_process(make_model(family, "eager"), make_batch("plain"), alone=False)
 
 
 def sweep_family(
@@ -65,11 +65,14 @@ def sweep_family(
     hf.register()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {what: _outcome(ranks, family, make_batch(what), settings) for what in whats}
+        models = make_model(family, "longmesh"), make_model(family, "eager")
+        return {what: _outcome(ranks, *models, make_batch(what), settings) for what in whats}
 
 
-def _outcome(ranks: int, family: str, batch: dict[str, Tensor], settings: dict[str, Any]) -> Outcome:
-    model = make_model(family, "longmesh")
+def _outcome(
+    ranks: int, model: Any, plain: Any, batch: dict[str, Tensor], settings: dict[str, Any]
+) -> Outcome:
+    model.zero_grad()
     try:
         with hf.context_parallel(cpu_mesh(ranks), batch, **settings) as part:
             out = model(**part, use_cache=False)
@@ -85,7 +88,7 @@ def _outcome(ranks: int, family: str, batch: dict[str, Tensor], settings: dict[s
         dist.all_reduce(gradient)
     best = Outcome("wrong", "")
     for alone in (False, True) if "position_ids" in batch else (False,):
-        best = _compare(float(loss), found, *_one_process(family, batch, alone))
+        best = _compare(float(loss), found, *_one_process(plain, batch, alone))
         if best.kind == "exact":
             break
     return best
@@ -102,14 +105,14 @@ def _compare(loss: float, found: list[Tensor], expected: float, gradients: list[
     return Outcome(kind, f"loss {off:.1e}, gradients {worst:.1e}")
 
 
-def _one_process(family: str, batch: dict[str, Tensor], alone: bool) -> tuple[float, list[Tensor]]:
+def _one_process(model: Any, batch: dict[str, Tensor], alone: bool) -> tuple[float, list[Tensor]]:
     """Loss and gradients of eager attention, on the whole batch or document by document."""
-    model = make_model(family, "eager")
+    model.zero_grad()
     total = 0.0
     for part, share in _documents(batch) if alone else [(batch, 1.0)]:
         loss = model(**part, use_cache=False).loss * share
         loss.backward()
-        total += float(loss)
+        total += loss.item()
     return total, [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 

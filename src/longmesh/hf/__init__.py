@@ -19,12 +19,22 @@ from typing import TYPE_CHECKING, Any
 from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.interface import register
 from longmesh.hf.scope import context_parallel
+from longmesh.hf.verify import Verification, verify
 
 if TYPE_CHECKING:
     from longmesh.hf.loop import cut_batch, prepare
     from longmesh.hf.trainer import Trainer
 
-__all__ = ["Trainer", "context_parallel", "cut_batch", "prepare", "register", "tiled_loss"]
+__all__ = [
+    "Trainer",
+    "Verification",
+    "context_parallel",
+    "cut_batch",
+    "prepare",
+    "register",
+    "tiled_loss",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,59 @@
+"""hf.verify: says that a model is right over a cut sequence, or where it goes wrong."""
+
+import torch
+
+from longmesh import hf
+from longmesh.errors import LongmeshError
+from longmesh.testing import cpu_mesh
+from support.tiny_models import make_model
+
+
+class PositionInPart(torch.nn.Module):
+    """Adds less than looking at a model sees: a little of where a token lies in this rank's part."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        out = self.inner(x)
+        at = torch.arange(out.shape[1], dtype=out.dtype)[:, None]
+        return out * (1 + 0.005 * (at > 14))
+
+
+def verified(ranks: int, family: str) -> tuple[float, float, bool]:
+    hf.register()
+    model = make_model(family, "longmesh").train()
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    found = hf.verify(model, cpu_mesh(ranks))
+    assert model.training
+    assert bool((model.lm_head.weight.grad == 1).all())
+    assert model.config._attn_implementation == "longmesh"
+    return found.loss, found.gradients, found.layer is None
+
+
+def test_a_model_that_is_right(pool):
+    for loss, gradients, same in pool.run(verified, 2, "gpt_oss", ranks=2, timeout=300.0):
+        assert loss < 1e-5
+        assert gradients < 1e-3
+        assert same
+
+
+def errors(ranks: int) -> list[str]:
+    hf.register()
+    wrong = make_model("llama", "longmesh")
+    wrong.model.layers[1].mlp = PositionInPart(wrong.model.layers[1].mlp)
+    texts = []
+    for model in (wrong, make_model("llama", "sdpa")):
+        try:
+            hf.verify(model, cpu_mesh(ranks), tolerance=1e-4)
+        except LongmeshError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_where_a_model_goes_wrong(pool):
+    for wrong, other in pool.run(errors, 2, ranks=2, timeout=300.0):
+        assert "LlamaForCausalLM over a cut sequence is not what it is in one process" in wrong
+        assert "hidden states part first in model.layers.1.mlp" in wrong
+        assert "LlamaForCausalLM has no attn_implementation='longmesh'" in other
