@@ -33,7 +33,7 @@ HEAD = """# Which transformers models run over a cut sequence
 
 <!-- Made by benchmarks/model_sweep.py; edits are lost. -->
 
-Tiny random models of every causal-LM family that could be made small, run in `hf.context_parallel` on 2 and 3 ranks and
+Tiny random models of causal-LM families, as far as the sweep came, run in `hf.context_parallel` on 2 and 3 ranks and
 compared with eager attention in one process: loss to 1e-5, every gradient to 1e-3. Rows of 37 tokens: plain, packed
 documents (packed), padding on the right (right) and on the left (left).
 `exact`: all of these. `partly`: the kinds that are named are refused, the others exact. `refused`: an error before the

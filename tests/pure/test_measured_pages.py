@@ -81,6 +81,11 @@ def test_a_benchmark_that_is_not_there(record):
         record.main(["none"])
 
 
+def test_the_page_of_models_is_that_of_the_sweep():
+    model_sweep = load("model_sweep")
+    assert model_sweep.PAGE.read_text("utf-8") == model_sweep.page(), "run benchmarks/model_sweep.py --page"
+
+
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
     before = torch.get_num_threads()

@@ -59,7 +59,7 @@ def with_settings(ranks: int, family: str, settings: dict) -> list[float]:
         worst = max(
             worst, float((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max().clamp(min=1e-6))
         )
-    return [abs(float(total - expected)), worst]
+    return [abs(float(total - expected.detach())), worst]
 
 
 FACTORS = [1.0 + 0.1 * i for i in range(4)]

@@ -19,6 +19,7 @@ from longmesh.attention import masks
 from longmesh.attention.mask.band import Band
 from longmesh.errors import LongmeshError
 from longmesh.hf.open_batch import OpenBatch
+from longmesh.hf.token_blocks import block_mask
 
 
 def mask_of(function: Callable[..., Any], batch: OpenBatch | None) -> masks.Mask | None:
@@ -44,6 +45,8 @@ def mask_of(function: Callable[..., Any], batch: OpenBatch | None) -> masks.Mask
             return masks.sliding_window(captured["sliding_window"], captured["sliding_window"])
         case "chunked_overlay":
             return _chunks(captured["chunk_size"], () if batch is None else batch.left_padding)
+        case "blockwise_overlay":
+            return block_mask(captured["block_sequence_ids"], batch)
         case "packed_sequence_mask_function":
             return None  # found in this rank's positions; the scope found the documents in all of them
     raise LongmeshError(

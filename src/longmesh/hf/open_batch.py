@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from longmesh.attention import masks
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.hf.positions import Rule, counted
 
@@ -16,7 +18,7 @@ class OpenBatch:
     """A batch that is cut by `cut`; what it holds is whole, (rows, tokens), but `local_positions`.
 
     `positions`: None if the batch gave none. `padding`: 1 for tokens, 0 for padding, None if there is none.
-    `is_packed`: whether rows hold several documents.
+    `is_packed`: whether rows hold several documents. `types`: of tokens, for masks that depend on them.
     """
 
     def __init__(
@@ -27,7 +29,10 @@ class OpenBatch:
         positions: Tensor | None,
         padding: Tensor | None,
         is_packed: bool,
+        types: Tensor | None = None,
     ) -> None:
+        self.types = types
+        self._blocks: dict[Callable[[Tensor], Tensor], masks.Mask] = {}
         self.cut, self.tokens, self.padding, self.is_packed = cut, tokens, padding, is_packed
         self.has_positions = positions is not None
         self.positions = counted(tokens, tokens, -1) if positions is None else positions
@@ -43,6 +48,18 @@ class OpenBatch:
         if self.padding is None:
             return (0,)
         return tuple(int(n) for n in (self.padding.cumsum(1) == 0).sum(1))
+
+    def in_blocks(self, number: Callable[[Tensor], Tensor]) -> masks.Mask:
+        """Tokens of the same block see each other; `number` makes the blocks of token types, -1 for none."""
+        if number not in self._blocks:
+            assert self.types is not None, "blocks are made of token types"
+            blocks = number(self.types)
+
+            def same(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+                return (blocks[b, q_idx] == blocks[b, kv_idx]) & (blocks[b, q_idx] >= 0)
+
+            self._blocks[number] = masks.mask_mod(same, rows=self.rows)
+        return self._blocks[number]
 
     def count_positions(self, rule: Rule, pad: int) -> None:
         """Fill in the positions that the model would count, where the batch gave none."""

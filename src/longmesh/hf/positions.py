@@ -1,7 +1,7 @@
 """Positions of a batch that gives none: those that the model would count, on the whole sequence.
 
-Most models count 0, 1, 2, ... Some skip padding, and the roberta family counts tokens that are not padding from
-padding_idx + 1. Which rule a model follows is found by looking at it (look.py), not by its name.
+Most models count 0, 1, 2, ... Some count from 1, some skip padding, and the roberta family counts tokens that are not
+padding from padding_idx + 1. Which rule a model follows is found by looking at it (look.py), not by its name.
 
 A module that embeds positions may count them by itself and never hear of position_ids. If its forward takes
 `position_ids`, a hook gives it this rank's.
@@ -25,6 +25,10 @@ def counted(ids: Tensor, mask: Tensor, pad: int) -> Tensor:
     return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
 
 
+def counted_from_one(ids: Tensor, mask: Tensor, pad: int) -> Tensor:
+    return counted(ids, mask, pad) + 1
+
+
 def tokens_counted(ids: Tensor, mask: Tensor, pad: int) -> Tensor:
     return (mask.long().cumsum(1) - 1).clamp(min=0)
 
@@ -34,7 +38,7 @@ def from_padding_index(ids: Tensor, mask: Tensor, pad: int) -> Tensor:
     return real.cumsum(1) * real + pad
 
 
-RULES: tuple[Rule, ...] = (counted, tokens_counted, from_padding_index)
+RULES: tuple[Rule, ...] = (counted, tokens_counted, from_padding_index, counted_from_one)
 
 
 def padding_id(model: nn.Module) -> int:

@@ -21,6 +21,7 @@ from longmesh.hf.interface import attend_directly
 from longmesh.hf.loss import IGNORED, SharedLoss
 from longmesh.hf.open_batch import OpenBatch, set_batch
 from longmesh.hf.scores import HANDLERS
+from longmesh.hf.token_blocks import NAMES
 from longmesh.hf.visible import visible
 from longmesh.hf.watch import watch_models
 
@@ -39,9 +40,10 @@ def context_parallel(
     """Cut a batch over the ranks of the mesh and yield this rank's, to call a model with inside the scope.
 
     `batch` is whole on every rank: input_ids (rows, tokens) and, if there are any, labels, position_ids and
-    attention_mask (1 for tokens, 0 for padding), shaped alike. Documents packed into a row are found in position_ids
-    that start again, or given by `cu_seqlens`. Labels are those of each token, not shifted: they are shifted before
-    the cut, and the loss is divided by the number of labels of the whole batch.
+    attention_mask (1 for tokens, 0 for padding), shaped alike; position_ids may be (3, rows, tokens), token_type_ids
+    are for models that mask by them. Documents packed into a row are found in position_ids that start again, or given
+    by `cu_seqlens`. Labels are those of each token, not shifted: they are shifted before the cut, and the loss is
+    divided by the number of labels of the whole batch.
 
     A model is looked at before its first step: a layer that mixes tokens in a way that can't be cut is refused by name.
     `unknown="gather"` runs such layers on the whole sequence, on every rank, and warns of the memory.
@@ -56,10 +58,14 @@ def context_parallel(
     ids: Tensor = batch["input_ids"]
     rows, seq_len = ids.shape
     given = batch.get("position_ids")
+    counting = (
+        given is None or given.ndim < 3
+    )  # (3, rows, tokens) are of images as well: they tell no documents
     positions = torch.arange(seq_len, device=ids.device) if given is None else given
-    positions = positions.expand(rows, -1)
-    seen = visible(batch, positions, cu_seqlens)
-    packed = cu_seqlens is not None or bool((positions.diff(dim=1) != 1).any())
+    positions = positions.expand(rows, -1) if counting else positions
+    in_order = positions if counting else torch.arange(seq_len, device=ids.device).expand(rows, -1)
+    seen = visible(batch, in_order, cu_seqlens)
+    packed = cu_seqlens is not None or bool((in_order.diff(dim=1) != 1).any())
     if mask is not None:
         seen = mask if seen is None else seen & mask
     cut = cut_over(mesh, seq_len, mask=seen, layout=layout, exchange=exchange)
@@ -68,8 +74,15 @@ def context_parallel(
     part["input_ids"] = engine.shard(ids, 1)
     padding = batch.get("attention_mask")
     padding = None if padding is None or bool(padding.all()) else padding
+    types = [name for name in NAMES if isinstance(batch.get(name), Tensor)]
+    part |= {name: engine.shard(batch[name], 1) for name in types}
     whole = OpenBatch(
-        cut, ids, positions=None if given is None else positions, padding=padding, is_packed=packed
+        cut,
+        ids,
+        positions=None if given is None else positions,
+        padding=padding,
+        is_packed=packed,
+        types=batch[types[0]] if types else None,
     )
     part["position_ids"] = whole.local_positions
     handlers: dict[Callable[..., Any], Callable[..., Any]] = {
