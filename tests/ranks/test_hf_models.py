@@ -31,7 +31,7 @@ def test_families_are_exact(pool, family):
         assert {what: kind for what, (kind, _) in found.items()} == dict.fromkeys(whats, "exact"), found
 
 
-@pytest.mark.parametrize("family", ["lfm2", "doge"])
+@pytest.mark.parametrize("family", ["doge"])
 def test_layers_that_can_not_be_cut_are_gathered_when_asked(pool, family):
     for found in pool.run(
         sweep_family, 2, family, ("plain", "right"), {"unknown": "gather"}, ranks=2, timeout=300.0

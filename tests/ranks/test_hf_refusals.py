@@ -18,20 +18,8 @@ def make_config(kind: str):
 
     return {
         "mamba": lambda: t.MambaConfig(**SMALL, state_size=8),
-        "lfm2": lambda: t.Lfm2Config(**HEADS, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
-        "qwen3_next": lambda: t.Qwen3NextConfig(
-            **HEADS,
-            num_key_value_heads=2,
-            head_dim=8,
-            layer_types=["linear_attention", "full_attention"],
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=8,
-            shared_expert_intermediate_size=8,
+        "rwkv": lambda: t.RwkvConfig(
+            vocab_size=61, hidden_size=32, attention_hidden_size=32, intermediate_size=48, num_hidden_layers=2
         ),
         "xlnet": lambda: t.XLNetConfig(vocab_size=61, d_model=32, n_layer=2, n_head=4, d_inner=48),
         "doge": lambda: t.DogeConfig(**HEADS, num_key_value_heads=2),
@@ -58,9 +46,8 @@ def refusal(ranks: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "parts"),
     [
-        ("mamba", ["can't cut MambaForCausalLM", "MambaMixer", "a recurrent layer"]),
-        ("lfm2", ["can't cut Lfm2ForCausalLM", "Conv"]),
-        ("qwen3_next", ["can't cut Qwen3NextForCausalLM", "Qwen3NextGatedDeltaNet"]),
+        ("mamba", ["has recurrent layers", "layout Zigzag", "give model=model, or layout='ordered'"]),
+        ("rwkv", ["can't cut RwkvForCausalLM", "a recurrent layer"]),
         ("xlnet", ["can't cut XLNetLMHeadModel", "XLNetRelativeAttention", "unknown='gather'"]),
         ("doge", ["can't cut DogeForCausalLM", "DogeAttention", "computes with its attention mask"]),
         (

@@ -74,7 +74,7 @@ def _outcome(
 ) -> Outcome:
     model.zero_grad()
     try:
-        with hf.context_parallel(cpu_mesh(ranks), batch, **settings) as part:
+        with hf.context_parallel(cpu_mesh(ranks), batch, model=model, **settings) as part:
             out = model(**part, use_cache=False)
             out.loss.backward()
     except LongmeshError as error:

@@ -76,13 +76,18 @@ def prepare(accelerator: Accelerator, *objects: Any, mesh: DeviceMesh | None = N
 
 @contextlib.contextmanager
 def cut_batch(
-    accelerator: Accelerator, batch: Mapping[str, Any], *, num_items: int | Tensor | None = None
+    accelerator: Accelerator,
+    batch: Mapping[str, Any],
+    *,
+    num_items: int | Tensor | None = None,
+    model: nn.Module | None = None,
 ) -> Iterator[dict[str, Any]]:
     """`context_parallel` for a loop whose accelerator went through `prepare`: yields what to call the model with.
 
     `batch` is that of the prepared loader, the same on all ranks of a sequence. The loss is this rank's share of the
     mean over the labels of all ranks, times their number, since gradients are averaged. `num_items` is a number of
-    labels to divide by instead: of all batches that are accumulated, on all ranks of "dp". Collective over the mesh.
+    labels to divide by instead: of all batches that are accumulated, on all ranks of "dp". `model`: one that has
+    recurrent layers, so that tokens are laid out in order. Collective over the mesh.
 
     >>> from accelerate import Accelerator
     >>> with cut_batch(Accelerator(cpu=True), {"input_ids": torch.arange(10)[None]}) as part:
@@ -101,7 +106,7 @@ def cut_batch(
     labels = rest.get("labels")
     if labels is not None and num_items is None:
         num_items = sum_over(mesh, "dp", (labels[..., 1:] != -100).sum())
-    with context_parallel(accelerator.cp_mesh, rest, **options) as part:
+    with context_parallel(accelerator.cp_mesh, rest, model=model, **options) as part:
         if num_items is not None:
             part["num_items_in_batch"] = torch.as_tensor(num_items) / mesh.size()
         yield part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,14 +12,17 @@ from torch import Tensor
 
 from longmesh.attention import masks
 from longmesh.attention.scope.cut_sequence import CutSequence
+from longmesh.errors import LongmeshError
 from longmesh.hf.positions import Rule, counted
+from longmesh.recurrent import RecurrentParallel
 
 
 class OpenBatch:
     """A batch that is cut by `cut`; what it holds is whole, (rows, tokens), but `local_positions`.
 
     `positions`: None if the batch gave none. `padding`: 1 for tokens, 0 for padding, None if there is none.
-    `is_packed`: whether rows hold several documents. `types`: of tokens, for masks that depend on them.
+    `is_packed`: whether rows hold several documents. `types`: of tokens, for masks that depend on
+    them. `documents`: their lengths, asked for by layers with a state.
     """
 
     def __init__(
@@ -29,11 +33,13 @@ class OpenBatch:
         positions: Tensor | None,
         padding: Tensor | None,
         is_packed: bool,
+        documents: Callable[[], list[list[int]]],
         types: Tensor | None = None,
     ) -> None:
         self.types = types
         self._blocks: dict[Callable[[Tensor], Tensor], masks.Mask] = {}
         self.cut, self.tokens, self.padding, self.is_packed = cut, tokens, padding, is_packed
+        self._documents = documents
         self.has_positions = positions is not None
         self.positions = counted(tokens, tokens, -1) if positions is None else positions
         self.local_positions = self.cut.lead.shard(self.positions, -1)
@@ -41,6 +47,25 @@ class OpenBatch:
     @property
     def rows(self) -> int:
         return self.tokens.shape[0]
+
+    @functools.cached_property
+    def recurrent(self) -> RecurrentParallel:
+        """Recurrent layers over this batch, whose tokens must lie in order."""
+        cut = self.cut
+        layers = RecurrentParallel(cut.mesh, seq_len=cut.seq_len, documents=self._documents())
+        spans = [layers.plan.span(rank) for rank in range(layers.plan.num_ranks)]
+        in_order = tuple(((start, stop),) if start < stop else () for start, stop in spans)
+        if any(tuple(row.ownership.pieces) != in_order for row in cut.lead.plan.rows):
+            raise LongmeshError(
+                "hf.context_parallel: the model has recurrent layers, which need each rank's tokens in one stretch, "
+                f"and layout {cut.layout} deals them out; give model=model, or layout='ordered'"
+            )
+        return layers
+
+    @functools.cached_property
+    def recurrent_whole(self) -> RecurrentParallel:
+        """The same for layers that were given the whole sequence."""
+        return RecurrentParallel(None, seq_len=self.cut.seq_len, documents=self._documents())
 
     @property
     def left_padding(self) -> tuple[int, ...]:

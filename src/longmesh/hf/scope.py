@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention import Exchange, Layout, masks
@@ -19,10 +19,11 @@ from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_sco
 from longmesh.errors import LongmeshError
 from longmesh.hf.interface import attend_directly
 from longmesh.hf.loss import IGNORED, SharedLoss
+from longmesh.hf.mixers.bind import is_mixer
 from longmesh.hf.open_batch import OpenBatch, set_batch
 from longmesh.hf.scores import HANDLERS
 from longmesh.hf.token_blocks import NAMES
-from longmesh.hf.visible import visible
+from longmesh.hf.visible import document_lengths, visible
 from longmesh.hf.watch import watch_models
 
 
@@ -36,6 +37,7 @@ def context_parallel(
     layout: Layout | str | None = None,
     exchange: Exchange | str | None = None,
     unknown: str = "refuse",
+    model: nn.Module | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Cut a batch over the ranks of the mesh and yield this rank's, to call a model with inside the scope.
 
@@ -47,6 +49,9 @@ def context_parallel(
 
     A model is looked at before its first step: a layer that mixes tokens in a way that can't be cut is refused by name.
     `unknown="gather"` runs such layers on the whole sequence, on every rank, and warns of the memory.
+
+    Recurrent layers need each rank's tokens in one stretch: give the `model`, so that its batch is laid out in order
+    ("ordered") if it has such layers.
 
     >>> batch = {"input_ids": torch.arange(10)[None]}  # whole, on every rank
     >>> with context_parallel(mesh, batch) as part:
@@ -68,6 +73,8 @@ def context_parallel(
     packed = cu_seqlens is not None or bool((in_order.diff(dim=1) != 1).any())
     if mask is not None:
         seen = mask if seen is None else seen & mask
+    if layout is None and model is not None and any(map(is_mixer, model.modules())):
+        layout = "ordered"
     cut = cut_over(mesh, seq_len, mask=seen, layout=layout, exchange=exchange)
     engine = cut.lead
     part = {name: value for name, value in batch.items() if name != "attention_mask"}
@@ -83,6 +90,7 @@ def context_parallel(
         padding=padding,
         is_packed=packed,
         types=batch[types[0]] if types else None,
+        documents=lambda: document_lengths(padding, in_order, cu_seqlens),
     )
     part["position_ids"] = whole.local_positions
     handlers: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -142,7 +142,7 @@ class Trainer(transformers.Trainer):
     @contextlib.contextmanager
     def _scope(self, batch: dict[str, Any], options: dict[str, Any], part: dict[str, Any]) -> Iterator[None]:
         assert isinstance(self.accelerator, MeshAccelerator)
-        with context_parallel(self.accelerator.cp_mesh, batch, **options) as mine:
+        with context_parallel(self.accelerator.cp_mesh, batch, model=self.model, **options) as mine:
             part.update(self._accepted(mine))
             self._whole = batch
             try:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from longmesh.hf import alibi, positions, rope, scores
 from longmesh.hf.gather import run_gathered
+from longmesh.hf.mixers.bind import bind_mixer, is_mixer
 from longmesh.hf.open_batch import OpenBatch, current_look, is_whole
 
 
@@ -44,6 +45,8 @@ def treat(model: nn.Module, treatment: Treatment, batch: OpenBatch) -> ExitStack
         return int(batch.positions.max())
 
     for module in model.modules():
+        if is_mixer(module):
+            undo.callback(bind_mixer(module))
         if positions.counts_by_itself(module):
             for handle in positions.give_positions(module, local_positions):
                 undo.callback(handle.remove)

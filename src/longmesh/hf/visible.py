@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from longmesh.attention import masks
@@ -47,6 +48,31 @@ def _without_padding(padding: Tensor) -> masks.Mask:
         lengths = [_runs(row.tolist()) for row in edges]
         return masks.documents(lengths[0] if len(lengths) == 1 else lengths, within=masks.full())
     return masks.mask_mod(lambda b, h, q_idx, kv_idx: padding[b, kv_idx], rows=padding.shape[0])
+
+
+def document_lengths(
+    padding: Tensor | None, positions: Tensor, cu_seqlens: Tensor | Sequence[int] | None
+) -> list[list[int]]:
+    """The lengths of the documents of each row, padding being documents of its own; for layers with a state."""
+    rows, seq_len = positions.shape
+    begins = torch.zeros((rows, max(seq_len - 1, 0)), dtype=torch.bool)
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+        begins[:, [bound - 1 for bound in bounds if 0 < bound < seq_len]] = True
+    elif padding is None:
+        begins = positions.diff(dim=1).cpu() != 1
+    if padding is not None:
+        begins = begins | (padding.bool().diff(dim=1).cpu())
+        real = padding.bool()
+        first, last = real.int().argmax(1), seq_len - 1 - real.flip(1).int().argmax(1)
+        inside = torch.arange(seq_len, device=real.device)
+        hole = ~real & (inside > first[:, None]) & (inside < last[:, None])
+        if bool(hole.any()):
+            raise LongmeshError(
+                "hf.context_parallel: attention_mask has padding between tokens, which a recurrent layer's state would "
+                "run through; put padding at the ends of rows"
+            )
+    return [_runs(row.tolist()) for row in begins]
 
 
 def _runs(starts: list[bool]) -> list[int]:

@@ -1,0 +1,36 @@
+"""The short causal convolution in front of a mixer, and LFM2's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from longmesh.hf.mixers.state import current_recurrence, refuse_cache
+
+
+def causal_conv1d_fn(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """(batch, channels, tokens), as transformers' function of this name."""
+    from transformers.activations import ACT2FN
+
+    layers = current_recurrence()
+    x = hidden_states.to(weight.dtype)
+    if layers is None:  # looked at: each token alone
+        out = x * weight.sum(-1)[:, None]
+        out = out if bias is None else out + bias[:, None]
+    else:
+        out = layers.causal_conv1d(x, weight, bias)
+    return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
+
+
+def causal_conv1d_update(*args: Any, **kwargs: Any) -> Any:
+    refuse_cache()
+
+
+KERNELS = {"causal_conv1d_fn": causal_conv1d_fn, "causal_conv1d_update": causal_conv1d_update}

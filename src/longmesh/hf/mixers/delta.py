@@ -1,0 +1,49 @@
+"""Gated delta rules: Qwen3-Next, Qwen3.5, OLMo hybrid, and with a decay per feature Kimi Linear and Bailing hybrid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longmesh.hf.mixers.state import current_recurrence, refuse_cache, tokens_alone
+
+
+def chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """(batch, tokens, heads, features), as transformers' functions for both kinds of decay."""
+    if initial_state is not None or output_final_state:
+        refuse_cache()
+    heads = value.shape[2]
+    query, key = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (query, key))
+    layers = current_recurrence()
+    if layers is None:
+        return tokens_alone(value, (query, key, g, beta)), None
+    wide = torch.float64 if value.dtype is torch.float64 else torch.float32
+    q, k, v, g, beta = (x.to(wide) for x in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    return layers.gated_delta_rule(q, k, v, g, beta).to(query.dtype), None
+
+
+def recurrent_delta_rule(*args: Any, **kwargs: Any) -> Any:
+    refuse_cache()
+
+
+KERNELS = {
+    "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
+    "chunk_kimi_delta_attention": chunk_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": recurrent_delta_rule,
+    "recurrent_kimi_delta_attention": recurrent_delta_rule,
+}

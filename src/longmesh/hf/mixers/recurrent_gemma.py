@@ -1,0 +1,51 @@
+"""RecurrentGemma's block: a convolution module and a linear recurrence (RG-LRU), each a method of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longmesh.errors import LongmeshError
+from longmesh.hf.mixers.convolution import causal_conv1d_fn
+from longmesh.hf.mixers.state import current_recurrence, refuse_cache
+from longmesh.hf.open_batch import current_batch
+
+
+def convolve(self: Any, x: Tensor) -> Tensor:
+    """nn.Conv1d.forward of a causal convolution; the block takes as many outputs as there are tokens."""
+    return causal_conv1d_fn(x, self.weight.squeeze(1), self.bias)
+
+
+def scan(
+    self: Any,
+    hidden_states: Tensor,
+    recurrent_gate: Tensor,
+    reset: Tensor,
+    recurrent_states: Tensor | None,
+    acc_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, None]:
+    """RecurrentGemmaRglru._rnn_scan: documents begin where the batch says, which is where positions are 0."""
+    if recurrent_states is not None:
+        refuse_cache()
+    batch = current_batch()
+    if batch is not None and any(batch.left_padding):
+        raise LongmeshError(
+            "hf.context_parallel: RecurrentGemma lets its state run through padding into the tokens after it; pad on "
+            "the right"
+        )
+    layers = current_recurrence()
+    if layers is None:
+        return hidden_states * (1 + recurrent_gate.tanh()), None
+    # Where a document begins the gate counts for nothing; a logarithm of 0 must not enter the running sums.
+    decay = recurrent_gate.masked_fill(reset, 1.0).log()
+    out = layers.diagonal_scan(hidden_states, decay)
+    assert isinstance(out, Tensor)
+    return out, None
+
+
+def parts(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """What is replaced of a layer of this kind: (module, name of its method, ours)."""
+    conv, unit = module.get_submodule("conv_1d"), module.get_submodule("rg_lru")
+    return [(conv, "forward", convolve), (unit, "_rnn_scan", scan)]

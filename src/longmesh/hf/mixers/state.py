@@ -1,0 +1,38 @@
+"""Which recurrence a mixer's kernels belong to: that of the open batch, or none while a model is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from longmesh.errors import LongmeshError
+from longmesh.hf.open_batch import current_batch, current_look, is_whole
+from longmesh.recurrent import RecurrentParallel
+
+
+def current_recurrence() -> RecurrentParallel | None:
+    """None while a model is only looked at: each token is then computed alone."""
+    if current_look() is not None:
+        return None
+    batch = current_batch()
+    assert batch is not None, "mixers are bound inside a scope only"
+    return batch.recurrent_whole if is_whole() else batch.recurrent
+
+
+def tokens_alone(value: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """In place of a recurrence while a model is looked at: depends on all of a token, and on no other token."""
+    weight = torch.zeros(value.shape[:3], dtype=torch.float32, device=value.device)
+    for factor, other in enumerate(others, 2):
+        per_head = other.float() if other.ndim == 3 else other.float().sum(-1)
+        weight = weight + factor * per_head
+    return value * (1 + weight.tanh()).to(value.dtype)[..., None]
+
+
+def refuse_cache() -> NoReturn:
+    raise LongmeshError(
+        "a recurrent layer was asked for a state of its cache inside hf.context_parallel, which trains on whole "
+        "sequences; call the model with use_cache=False"
+    )

@@ -1,0 +1,57 @@
+"""Recurrent models of transformers over a cut sequence: a family for each kind of layer, against one process."""
+
+import pytest
+import torch
+
+from longmesh import hf
+from longmesh.errors import LongmeshError
+from longmesh.hf.mixers.bind import is_mixer
+from longmesh.testing import cpu_mesh
+from support.model_sweep import WHATS, make_batch, sweep_family
+from support.tiny_models import make_model
+
+FAMILIES = {
+    "qwen3_next": "gated delta rule, convolution, attention",
+    "kimi_linear": "a decay per feature",
+    "mamba": "selective scan",
+    "bamba": "SSD and attention",
+    "lfm2": "short convolution",
+    "minimax": "linear attention, written out",
+    "recurrent_gemma": "RG-LRU",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_exact(pool, family):
+    wanted = dict.fromkeys(WHATS, "exact")
+    if family == "recurrent_gemma":  # one process lets padding into the state
+        wanted["left"] = "refused"
+    for found in pool.run(sweep_family, 3, family, WHATS, {}, ranks=3, timeout=300.0):
+        assert {what: kind for what, (kind, _) in found.items()} == wanted, found
+        assert wanted["left"] == "exact" or "pad on the right" in found["left"].text
+
+
+def left_as_it_was(ranks: int) -> tuple[list[str], str, str]:
+    """Which mixers keep anything of ours after a scope, and what is said of a cache and of holes in the padding."""
+    hf.register()
+    model, batch = make_model("qwen3_next", "longmesh"), make_batch("plain")
+    texts = []
+    holes = torch.ones(2, 37, dtype=torch.long)
+    holes[0, 9:12] = 0
+    for more, options in (({}, {"use_cache": True}), ({"attention_mask": holes}, {"use_cache": False})):
+        try:
+            with hf.context_parallel(cpu_mesh(ranks), {**batch, **more}, model=model) as part:
+                model(**part, **options)
+        except LongmeshError as error:
+            texts.append(str(error))
+    bound = [
+        name for name, module in model.named_modules() if is_mixer(module) and "forward" in module.__dict__
+    ]
+    return bound, *texts
+
+
+def test_a_model_is_left_as_it_was_and_what_can_not_be_cut_is_refused(pool):
+    for bound, cache, holes in pool.run(left_as_it_was, 2, ranks=2):
+        assert bound == []
+        assert "use_cache=False" in cache
+        assert "put padding at the ends of rows" in holes
