@@ -59,6 +59,25 @@ def test_the_rank_that_keeps_others_waiting_is_named(pool, tmp_path, how, said):
     assert time.monotonic() - started < 30  # a limit for a hang, not a measurement
 
 
+def stop_the_host(said: str) -> None:
+    os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    x = distribute_tensor(torch.arange(5.0), cpu_mesh(2), [Shard(0)])
+    with watch(LIMIT_S):
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        x.full_tensor()
+
+
+def test_the_rank_that_hosts_the_store_is_stopped(pool, tmp_path):
+    with pytest.raises(RankError, match="ended its process with exit code 124"):
+        pool.run(stop_the_host, str(tmp_path / "said"), ranks=2, timeout=60)
+    said = (tmp_path / "said").read_text().splitlines()[-1]
+    assert said.startswith(
+        "longmesh: rank 0, or the launcher: whoever hosts the world's store is stopped or gone (no answer within 3 s); "
+        "rank 1 waits in all_to_all of"
+    )
+
+
 def wait_in_a_section(seconds: float) -> float:
     x = distribute_tensor(torch.arange(5.0), cpu_mesh(2), [Shard(0)])
     with watch(0.6) as watching:

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm
-from longmesh.comm.store import open_store
+from longmesh.comm.store import open_store, read_text
 from longmesh.debug.watching import THREAD_NAME, TIMED_OUT, Finding, Watcher
 from longmesh.debug.watching.status import RankStatus
 from longmesh.errors import LongmeshError, NotDistributedError
 
-_STORE_S = 10.0
+_STORE_S = 3.0
 
 
 class Watch:
@@ -126,24 +127,43 @@ class _Journal(CommObserver):
 
 
 class _StoreBoard:
-    """The world's key-value store, by a connection of its own that does not wait long."""
+    """The world's key-value store, asked by a thread: where its host is stopped, a call never returns."""
 
     def __init__(self) -> None:
         self._store = open_store()
-        self._store.set_timeout(timedelta(seconds=_STORE_S))
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._answer, name="longmesh watch store", daemon=True).start()
 
     def write(self, name: str, text: str) -> None:
-        self._store.set(_key(name), text)
+        self._ask(lambda: self._store.set(_key(name), text))
 
     def read(self, name: str) -> str | None:
-        text = self._store.get(_key(name)).decode() if self._store.check([_key(name)]) else ""
-        return text or None
+        return self._ask(lambda: read_text(self._store, _key(name))) or None
 
     def claim(self, name: str, text: str) -> bool:
-        return self._store.compare_set(_key(name), "", text).decode() == text
+        return self._ask(lambda: self._store.compare_set(_key(name), "", text)).decode() == text
 
     def remove(self, name: str) -> None:
-        self._store.set(_key(name), "")
+        self.write(name, "")
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asked.put((call, answers))
+        try:
+            answer = answers.get(timeout=_STORE_S)
+        except queue.Empty:
+            raise RuntimeError(f"no answer within {_STORE_S:g} s") from None
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    def _answer(self) -> None:
+        while True:
+            call, answers = self._asked.get()
+            try:
+                answers.put(call())
+            except RuntimeError as error:
+                answers.put(error)
 
     def ask_for_stack(self, status: RankStatus) -> RankStatus:
         return replace(status, stack=[])  # its host may be another

@@ -28,7 +28,8 @@ from .status import RankStatus
 THREAD_NAME = "longmesh watch"
 TIMED_OUT = 124  # what `timeout` of coreutils leaves with
 LONGEST_BEAT_S = 1.0
-LOST_S = 4.0
+# A store whose host is stopped does not answer; one that is gone may have ended because of what its host told.
+SILENT_S, GONE_S = 2.0, 30.0
 # What a rank that looks into a wait writes on the board: others leave it to that one, and post their stacks.
 TELLING, ENDING = "telling", "ending"
 
@@ -77,6 +78,7 @@ class Watcher(threading.Thread):
         self._told = False
         self._beat = 0
         self._lost: str | None = None
+        self._lost_s = GONE_S
         self._processor: dict[int, int] = {}
 
     # -- for the program that is watched -------------------------------------------------------------
@@ -114,7 +116,7 @@ class Watcher(threading.Thread):
             if (
                 self._wait is not None
                 and limits.end_after is not None
-                and waited >= limits.end_after + LOST_S
+                and waited >= limits.end_after + self._lost_s
             ):
                 self._end(Finding(0, f"{self._lost}; rank {self._rank} waits in {self._wait}", ()))
             return
@@ -128,7 +130,9 @@ class Watcher(threading.Thread):
             elif waited >= limits.report_after and not self._told:
                 self._investigate(TELLING, self._tell)
         except RuntimeError as error:
-            self._lost = f"the world's store is gone or does not answer ({str(error).splitlines()[0]})"
+            host = "rank 0, or the launcher: whoever hosts the world's store is stopped or gone"
+            self._lost = f"{host} ({str(error).splitlines()[0]})"
+            self._lost_s = SILENT_S if "no answer" in str(error) else GONE_S
 
     def _forget(self) -> None:
         if self._told:
