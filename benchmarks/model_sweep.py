@@ -129,7 +129,10 @@ def page() -> str:
         f"{kinds.count(kind)} {kind}" for kind in ("exact", "partly", "refused", "wrong", "failed")
     )
     gathered = sum(row[3] == "exact" for row in rows)
-    text = f"{len(rows)} families: {counts}; {gathered} exact with gathering."
+    tried = sum(row[3] != "not tried" for row in rows)
+    text = (
+        f"{len(rows)} families: {counts}; of {tried} that were run so, {gathered} are exact with gathering."
+    )
     table = "".join(f"| {name} | {kind} | {_cell(why)} | {after} |\n" for name, kind, why, after in rows)
     return HEAD.format(counts=text, made=made.removeprefix("# ")) + table
 

@@ -28,6 +28,9 @@ class Verification:
     """How far a cut sequence is from a whole one, relative: the loss, and the worst parameter's gradient.
 
     `layer`: the first module whose output differs by more than the tolerance, None if there is none.
+
+    >>> Verification(loss=1e-7, gradients=2e-6, parameter="lm_head.weight", layer=None).parameter
+    'lm_head.weight'
     """
 
     loss: float
