@@ -133,9 +133,9 @@ group_named: Callable[[str], Any] = _find(
 )
 
 # Trees of lists, tuples, dicts and registered classes.
-tree_flatten, tree_unflatten, tree_map, tree_is_leaf = (
+tree_flatten, tree_unflatten, tree_map, tree_is_leaf, tree_leaves = (
     _find(f"torch.utils._pytree:{name}", "arguments in trees")
-    for name in ("tree_flatten", "tree_unflatten", "tree_map", "tree_is_leaf")
+    for name in ("tree_flatten", "tree_unflatten", "tree_map", "tree_is_leaf", "tree_leaves")
 )
 
 # -- DTensors --------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._ops import OpOverload
-
+from longmesh._torch import OpOverload, schema_of
 from longmesh.rules.rule import OutMeta
 from longmesh.rules.table import registered
 from longmesh.spec import Layout
@@ -50,7 +49,7 @@ def _choose(
 def written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The values of the arguments that the op's schema says it writes to."""
     found: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
     return found
@@ -66,7 +65,7 @@ def _results(
     like: Planned,
 ) -> Any:
     """What the op returns: the tensors that it wrote to themselves, its new tensors wrapped."""
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     if not returns:
         return None
     found: list[Any] = []
@@ -90,7 +89,7 @@ def _take(p: Planner, result: Part, number: int, made: tuple[Layout, OutMeta], l
 
 
 def _argument_of(func: OpOverload, alias: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set:
             return args[position] if position < len(args) else kwargs.get(argument.name)
-    raise AssertionError(f"{func._schema} returns an alias of none of its arguments")
+    raise AssertionError(f"{schema_of(func)} returns an alias of none of its arguments")

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from longmesh._torch import tree_leaves
 from longmesh.attention import masks
 from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.scope.cut_mask import CutMask

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longmesh._torch import own_buffers
 from longmesh.errors import LongmeshError
 from longmesh.hf.open_batch import Look, set_look
 
@@ -42,7 +43,7 @@ class CannotRun(Exception):
 def quiet(model: nn.Module) -> Iterator[None]:
     """No gradients, no dropout, and afterwards the model and torch's random numbers as they were."""
     training = {module: module.training for module in model.modules()}
-    buffers = {module: dict(module._buffers) for module in model.modules()}
+    buffers = {module: dict(own_buffers(module)) for module in model.modules()}
     # Rotary embeddings keep the longest length that they have seen.
     numbers = {
         module: {name: value for name, value in vars(module).items() if isinstance(value, (int, float))}
@@ -57,7 +58,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
     finally:
         for module, was in training.items():
             module.training = was
-            module._buffers.update(buffers[module])
+            own_buffers(module).update(buffers[module])
             vars(module).update(numbers.get(module, {}))
             module.training = was
         torch.random.set_rng_state(state)
