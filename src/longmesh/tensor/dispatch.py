@@ -395,22 +395,31 @@ def _by_rule(
             steps.append(Redistribute(number, slots[number], tensors[number]._tensor_layout, want, number))
     out = len(layouts) + len(steps)
     stays = not steps
+    call_locally = form.call
+    if facts.is_view and facts.functional is None and pends_more(choice.inputs, choice.outputs):
+        call_locally = _copying(
+            form.call
+        )  # one rank's part of a pending sum must not be its part of the input
     if form.static is None:
-        steps.append(GivenCall(form.call, tuple(slots), out))
+        steps.append(GivenCall(call_locally, tuple(slots), out))
     else:
         args, kwargs = slots_for_metas(form.static, slots)
-        steps.append(LocalCall(form.call, args, kwargs, out))
+        steps.append(LocalCall(call_locally, args, kwargs, out))
     has_lookup = any(without_mask(y) is not y for y in choice.outputs)
     return OpPlan(
         steps=tuple(steps),
         outputs=outputs,
         num_slots=out + 1,
         single=outputs[0] if len(outputs) == 1 and facts.returns_one_tensor else None,
-        plain=form.call if stays and form.static is None and not has_lookup else None,
+        plain=call_locally if stays and form.static is None and not has_lookup else None,
         written=0 if facts.functional is not None else None,
         is_view=facts.functional is None and facts.is_view,
         is_copy=not stays or pends_more(choice.inputs, choice.outputs),
     )
+
+
+def _copying(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: map_tensors(torch.clone, call(*args, **kwargs))
 
 
 def _outputs(lead: TensorLayout, choice: Choice, metas: tuple[Any, ...]) -> tuple[Output, ...]:

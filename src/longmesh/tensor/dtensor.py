@@ -143,6 +143,21 @@ class DTensor(torch.Tensor):
         grads = None if grad_placements is None else normalize_placements(grad_placements, ndim, "from_local")
         return autograd.from_local(local_tensor, mesh, layout, shape, stride, run_check, grads)
 
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As torch's: the tensor without its history. Assigning a DTensor replaces this one's parts and layout."""
+        return torch.Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, DTensor):
+            raise LongmeshError(
+                f"the data of a DTensor is a DTensor, got a {type(value).__name__} of shape {tuple(value.shape)}; use "
+                "copy_(), or wrap it with DTensor.from_local or distribute_tensor"
+            )
+        torch.Tensor.data.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
+        self._local_tensor, self._tensor_layout = value._local_tensor, value._tensor_layout
+
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part (shared, not copied). Sends nothing. Differentiable: the local gradient is taken
         to be laid out as this tensor is (replicated where it is Partial), or by `grad_placements`."""

@@ -58,6 +58,8 @@ from longmesh.tensor.tree import map_tensors
 
 aten = torch.ops.aten
 
+# Ops that are made of ops that are made of ops: deeper than this, one is made of itself.
+_MAX_DEPTH = 30
 # What a family returns where the op's rule does after all.
 USUAL = object()
 
@@ -426,6 +428,8 @@ class Planner:
     def op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op on planned tensors: its steps are added to the plan."""
         args, kwargs = map_tensors(self._as_planned, (args, kwargs))
+        if self.depth > _MAX_DEPTH:
+            raise Unplannable
         self.depth += 1
         try:
             family = self.families.get(func)

@@ -47,7 +47,7 @@ def write_to_origin(view: Any, move: Callable[..., Any]) -> None:
     while view._origin is not None:
         base = view._origin.base
         whole = _inverse(view, *view._origin)
-        base._local_tensor.copy_(move(whole, base._layout)._local_tensor)
+        base._local_tensor.copy_(move(whole, base._layout)._local_tensor.clone())  # they may overlap
         view = base
 
 
