@@ -56,7 +56,8 @@ class MeshComm:
         self.shape = MeshShape.of(mesh)
         self.coordinate: Coordinate = tuple(coordinate)
         self._mesh = weakref.ref(mesh)
-        self._ranks: list[int] = mesh.mesh.flatten().tolist()
+        # Read once: a compiler that traces with fake tensors could not read the mesh's own.
+        self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self._groups: dict[tuple[int, ...], AxisGroup] = {}
 
     @property
@@ -73,7 +74,7 @@ class MeshComm:
         return group
 
     def global_rank(self, coordinate: Coordinate) -> int:
-        return self._ranks[self.shape.index(coordinate)]
+        return self.ranks[self.shape.index(coordinate)]
 
     def _make(self, axes: tuple[int, ...]) -> AxisGroup:
         mesh = self._mesh()
@@ -101,8 +102,18 @@ class MeshComm:
             members=tuple(members[rank] for rank in ordered),
             global_ranks=tuple(ordered),
             rank=dist.get_rank(process_group),
-            is_gloo=dist.get_backend(process_group) == "gloo",
+            is_gloo=backend_of(process_group, mesh.device_type) == "gloo",
         )
+
+
+def backend_of(process_group: dist.ProcessGroup, device: str) -> str:
+    """The backend that a group has for a device; one that was made without naming any has one for each device.
+
+    `dist.get_backend` says "undefined" of such a group.
+    """
+    config = dist.get_backend_config(process_group)  # cpu:gloo,cuda:nccl
+    found = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+    return found.get(device, dist.get_backend(process_group))
 
 
 class _Registry:

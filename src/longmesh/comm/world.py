@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from longmesh.comm import collectives
-from longmesh.comm.groups import AxisGroup
+from longmesh.comm.groups import AxisGroup, backend_of
 
 
 class Counting:
@@ -68,7 +68,7 @@ def _world_group() -> AxisGroup:
         members=tuple((rank,) for rank in ranks),
         global_ranks=ranks,
         rank=dist.get_rank(),
-        is_gloo=dist.get_backend() == "gloo",
+        is_gloo=backend_of(group, "cpu") == "gloo",
     )
 
 

@@ -43,7 +43,7 @@ from longmesh.attention.plan.adapt import adapt_plan
 from longmesh.attention.plan.ahead import Planned, PlansAhead
 from longmesh.attention.plan.api import checked_mask, plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan
-from longmesh.comm import AxisGroup, comm_of
+from longmesh.comm import AxisGroup, MeshComm, comm_of
 from longmesh.comm.agree import agree, checks_every_call
 from longmesh.errors import LongmeshError
 from longmesh.plan.cluster import Cluster
@@ -112,7 +112,11 @@ class ContextParallel:
         self._ahead = PlansAhead(self.rank)
         ranks = (1,) if mesh is None else tuple(reversed(mesh.shape))  # (inner, outer), or one number
         request: dict[str, Any] = {"seq_len": seq_len, "ranks": ranks, "layout": layout, "exchange": exchange}
-        request |= {"chunk": chunk, "dtype_bytes": dtype.itemsize, "cluster": _cluster_on(mesh, cluster)}
+        request |= {
+            "chunk": chunk,
+            "dtype_bytes": dtype.itemsize,
+            "cluster": _cluster_on(self._comm, cluster),
+        }
         request |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         self._take_plan(request | {"mask": mask}, None)
 
@@ -382,8 +386,8 @@ class ContextParallel:
         return f"{plan.explain()}\n  kernel: {kernel}"
 
 
-def _cluster_on(mesh: DeviceMesh | None, cluster: Cluster | str | None) -> Cluster:
+def _cluster_on(comm: MeshComm | None, cluster: Cluster | str | None) -> Cluster:
     """The cluster as the ranks of a mesh see it: they may be some ranks apart."""
-    found = cluster_of(cluster, "cpu" if mesh is None else mesh.device_type)
-    ranks = [0] if mesh is None else mesh.mesh.flatten().tolist()
+    found = cluster_of(cluster, "cpu" if comm is None else comm.mesh.device_type)
+    ranks = [0] if comm is None else comm.ranks
     return found if len(ranks) == 1 else found.every(max(1, ranks[1] - ranks[0]))
