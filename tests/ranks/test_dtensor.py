@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import longmesh
-from longmesh import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from longmesh import DTensor, Layout, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError, NotDistributedError
+from longmesh.tensor.tensor_layout import tensor_layout
 from longmesh.testing import RankError, cpu_mesh
 
 
@@ -343,3 +344,19 @@ def no_process_group():
 def test_no_process_group(pool):
     with pytest.raises(RankError, match=r"no process group: start this script with `longmesh run"):
         pool.run(no_process_group, ranks=1)
+
+
+def many_shapes():
+    mesh = cpu_mesh(2)
+    layout = Layout(mesh, [Shard(0)])
+    kept = tensor_layout(mesh, layout, (4, 4), (4, 1), torch.float32)
+    for n in range(20_000):
+        tensor_layout(mesh, layout, (n, 4), (4, 1), torch.float32)
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    known = tensor_layout.__self__._known
+    return len(known), (x + x).sum().item(), kept.shape
+
+
+def test_layouts_that_are_remembered_are_bounded(pool):
+    for count, total, shape in pool.run(many_shapes, ranks=2):
+        assert count <= 1 << 13 and total == 32.0 and shape == (4, 4)

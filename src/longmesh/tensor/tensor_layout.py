@@ -90,6 +90,10 @@ class TensorLayout:
         return plan
 
 
+# More layouts than this are no working set.
+_MAX_LAYOUTS = 1 << 13
+
+
 class _Registry:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], TensorLayout] = {}
@@ -113,6 +117,9 @@ class _Registry:
                 return self.get(mesh, layout, tuple(shape), tuple(stride), dtype, reduced)
             return self._make(mesh, key, is_symbolic=True)
         if found is None:
+            if len(self._known) >= _MAX_LAYOUTS:  # sizes that never come back; those in use are made again
+                self._known.clear()
+                self._kinds.clear()
             found = self._known[key] = self._make(mesh, key, is_symbolic=False)
         return found
 
