@@ -10,7 +10,8 @@ from longmesh.comm import comm_of
 
 dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 assert dist.get_backend() != "gloo", "torch names the backend by itself now: backend_of is no longer needed"
-print(comm_of(init_device_mesh("cpu", (1,))).group((0,)).is_gloo)
+mesh = init_device_mesh("cpu", (1,))
+print(comm_of(mesh).group((0,)).is_gloo)
 dist.destroy_process_group()
 """
 
