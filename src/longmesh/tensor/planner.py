@@ -93,6 +93,10 @@ class Planned(torch.Tensor):
         map_tensors(lambda t: found.append(t) if isinstance(t, Planned) else None, (args, kwargs))
         return found[0].planner.op(func, args, kwargs or {})
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Torch prints tensors where it looks for an overload that takes them: that must not be planned."""
+        return f"Planned(slot={self.slot}, shape={tuple(self._tensor_layout.shape)}, layout={self._layout})"
+
     @property
     def _layout(self) -> Layout:
         return self._tensor_layout.layout
