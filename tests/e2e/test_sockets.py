@@ -38,7 +38,7 @@ def addresses_of(command: list[object], ready: str) -> set[str]:
         found = listening(pids)
         launcher.send_signal(signal.SIGKILL)
         launcher.communicate(timeout=TIMEOUT_S)
-    assert len(pids) == 3  # the launcher and its ranks
+    assert len(pids) >= 3  # the launcher and its ranks; a training's plan ahead in processes of their own
     assert wait_until_gone(pids)
     return found
 

@@ -304,20 +304,6 @@ def test_mistakes(pool):
     ]
 
 
-def second_derivative():
-    mesh = cpu_mesh(2)
-    _, styled = mlp(mesh)
-    x = torch.randn(3, 6, requires_grad=True)
-    (grad,) = torch.autograd.grad(styled(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-    return True
-
-
-def test_a_second_derivative_is_refused(pool):
-    assert pool.run(second_derivative, ranks=2) == [True] * 2
-
-
 class Block(nn.Module):
     """Every kind of style in one graph."""
 

@@ -68,6 +68,7 @@ def _engine(case: Case, mesh: DeviceMesh, check: bool = True) -> ContextParallel
     return ContextParallel(
         mesh, seq_len=SEQ_LEN, mask=MASKS[case.mask](), layout=case.layout, exchange=case.exchange, chunk=4,
         num_heads=4, num_kv_heads=2, head_dim=8, dtype=case.dtype, kernel=case.kernel, check_kernels=check,
+        check=False,  # ranks agree at the first call; a pool's would ask at every one, and read the answer
     )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from types import FrameType
 
 from longmesh.comm.world import World
 
-# What sysexits.h calls a temporary failure: a scheduler may queue the job again.
 REQUEUE_EXIT_CODE = 75
+"""What sysexits.h calls a temporary failure: a scheduler may queue the job again."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 

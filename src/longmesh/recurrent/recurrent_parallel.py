@@ -239,10 +239,13 @@ class RecurrentParallel:
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
     ) -> Tensor:
         """A causal convolution of each channel: x (batch, channels, tokens), weight (channels, width)."""
+        run = self._convolve
+        if torch.compiler.is_compiling():  # the graph ends here and goes on after the call
+            run = cast(Callable[..., Tensor], torch.compiler.disable(run))
+        return run(x, weight, bias, activation)
+
+    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         self._enter("causal_conv1d", [x], 2, (weight.shape[-1], bias is not None))
-        if torch.compiler.is_compiling():
-            run_eagerly = cast(Callable[..., Tensor], torch.compiler.disable(convolve))
-            return run_eagerly(self.chain, x, weight, bias, activation)
         return convolve(self.chain, x, weight, bias, activation)
 
     def _run(

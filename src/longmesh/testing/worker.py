@@ -131,7 +131,9 @@ def _checked(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 
 def _describe_exception(rank: int, error: BaseException) -> RankFailure:
     now = time.monotonic_ns()
-    own = error.__traceback__.tb_next if error.__traceback__ else None
+    own = error.__traceback__
+    while own is not None and own.tb_frame.f_code.co_filename == __file__:  # ours, not the caller's
+        own = own.tb_next
     text = "".join(traceback.format_exception(type(error), error, own))
     line = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0]
     return RankFailure(rank, "raised", f"raised {line}", text, now)
