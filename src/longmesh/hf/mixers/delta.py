@@ -34,7 +34,9 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta = (x.to(wide) for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    return layers.gated_delta_rule(q, k, v, g, beta).to(query.dtype), None
+    out = layers.gated_delta_rule(q, k, v, g, beta)
+    assert isinstance(out, Tensor), "no final state was asked for"
+    return out.to(query.dtype), None
 
 
 def recurrent_delta_rule(*args: Any, **kwargs: Any) -> Any:
