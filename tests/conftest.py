@@ -1,5 +1,7 @@
 """One pool of ranks for the whole session, forked before any test can run a threaded op."""
 
+import signal
+
 import pytest
 import torch._dynamo  # noqa: F401 - else every forked rank imports it by itself, at its first op on a subclass
 from hypothesis import settings
@@ -14,6 +16,8 @@ settings.load_profile("longmesh")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell lets what it runs in the background ignore interrupts, and `make test` runs one half so; tests send some.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[POOL] = RankPool(4)
 
 
