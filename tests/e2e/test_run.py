@@ -166,6 +166,28 @@ def test_ranks_end_with_the_launcher(tmp_path: Path, signum: signal.Signals, std
     assert wait_until_gone([int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)])
 
 
+TEARDOWN = """
+import atexit, os, threading, time
+
+class AbortsLate:
+    def __init__(self):
+        self.abort = os.abort
+
+    def __del__(self):
+        self.abort()
+
+left_to_the_interpreter = AbortsLate()
+atexit.register(print, "exit functions run")
+threading.Thread(target=lambda: (time.sleep(0.3), print("threads end"))).start()
+"""
+
+
+def test_a_rank_that_is_through_is_not_taken_down_piece_by_piece(tmp_path: Path) -> None:
+    done = run("--ranks", 1, write(tmp_path, TEARDOWN))
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.stdout == "[rank 0] threads end\n[rank 0] exit functions run\n"
+
+
 DIFFERENT = """
 import torch
 import torch.distributed as dist

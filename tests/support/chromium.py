@@ -33,6 +33,10 @@ _FREE = 10  # descriptors from here on are not 3 or 4
 _ERRORS = {"error", "assert"}
 
 
+class PageLeft(Exception):
+    """The page that was asked has been left for another."""
+
+
 class Chromium:
     """One page of a browser of its own. `errors` are what its console and network complained of, in order."""
 
@@ -87,10 +91,14 @@ class Chromium:
     def wait_for(self, expression: str) -> Any:
         """The value of an expression, once it is true."""
         end = time.monotonic() + self._timeout
-        while not (value := self.evaluate(expression)):
+        while True:
+            try:
+                if value := self.evaluate(expression):
+                    return value
+            except PageLeft:
+                pass  # the next page is being loaded
             assert time.monotonic() < end, f"{expression} did not come true in {self._timeout} s"
             time.sleep(0.05)
-        return value
 
     def type(self, text: str) -> None:
         """Text into what has the focus, as from a keyboard."""
@@ -105,6 +113,9 @@ class Chromium:
         while True:
             found = self._read()
             if found.get("id") == self._last_id:
+                problem = found.get("error", {}).get("message", "")
+                if "navigated" in problem or "context was destroyed" in problem:
+                    raise PageLeft(f"{method}: {problem}")
                 assert "error" not in found, f"{method}: {found['error']}"
                 return found["result"]
             self._note(found.get("method", ""), found.get("params", {}))

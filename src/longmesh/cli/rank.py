@@ -2,8 +2,8 @@
 
 It adds two things: a watchdog (see debug/watching), and that an exception is written down, with its time, in the error
 file that the launcher reads, in torchelastic's format, and not printed; the launcher prints the first one, whole.
-A rank that fails then ends without taking the interpreter down piece by piece: its process groups still
-have threads, and their teardown aborts the process now and then.
+When the script and its exit functions are through, the process ends without taking the interpreter down piece by piece:
+process groups still have threads, and their teardown aborts the process now and then.
 
 Pitfall: it is started by its path and imports nothing but the standard library, so that the script still
 decides what is imported first and with which settings.
@@ -37,7 +37,7 @@ def main() -> None:
     faulthandler.enable(open(settings["crash_file"], "w"))  # noqa: SIM115 - open as long as the process is
     start_watching(settings)
     failures: list[int] = []
-    atexit.register(leave_if_failed, failures)  # the first one registered runs last
+    atexit.register(leave, failures)  # the first one registered runs last
     try:
         runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt:
@@ -61,12 +61,11 @@ def main() -> None:
         sys.exit(1)
 
 
-def leave_if_failed(failures: list[int]) -> None:
-    """The end of a rank that failed, after the script's own exit functions."""
-    if failures:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(failures[0])
+def leave(failures: list[int]) -> None:
+    """The end of a rank, after the script's own threads and exit functions."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(failures[0] if failures else 0)
 
 
 def die_with(launcher: int) -> None:

@@ -8,6 +8,7 @@ import time
 from longmesh.attention import AttentionPlan, ContextParallel, masks, plan_attention
 from longmesh.attention.plan import ahead
 from longmesh.attention.plan.ahead import Planned, PlansAhead, make_plan
+from support.processes import is_alive, wait_until_gone
 
 MASK = masks.documents([300, 150, 62])
 REQUEST = {"seq_len": 512, "ranks": 3, "mask": MASK}
@@ -57,6 +58,33 @@ def test_nobody_waits_for_a_helper_that_is_starting(monkeypatch):
     start = time.monotonic()
     assert plans.take("a") is None
     assert time.monotonic() - start < 5.0
+
+
+def test_a_helper_leaves_with_its_parent_even_while_it_imports(tmp_path):
+    importing = ahead._SERVE.replace("from longmesh", "time.sleep(60)\nfrom longmesh")
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            (
+                "import os, subprocess, sys\n"
+                "words = [sys.executable, '-c', sys.argv[1], str(os.getpid())]\n"
+                "helper = subprocess.Popen(words, stdin=subprocess.PIPE)\n"
+                "print(helper.pid, flush=True)\n"
+                "sys.stdin.read()\n"
+            ),
+            importing,
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    helper = int(parent.stdout.readline())
+    assert is_alive(helper)
+    parent.kill()
+    parent.communicate()
+    assert wait_until_gone([helper])
 
 
 def test_plans_that_nobody_takes_are_forgotten(monkeypatch):

@@ -28,7 +28,19 @@ from longmesh.attention.plan.attention_plan import AttentionPlan, RankPlan
 
 Request = dict[str, Any]  # the arguments of plan_attention
 MOST_WAITING = 64  # plans that nobody has asked for yet; the oldest are forgotten
-_SERVE = "from longmesh.attention.plan.ahead import serve; serve()"
+# It leaves when its parent has left, even while it is still importing, which takes seconds.
+_SERVE = """
+import os, sys, threading, time
+
+def leave_with(parent):
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
+
+threading.Thread(target=leave_with, args=(int(sys.argv[1]),), daemon=True).start()
+from longmesh.attention.plan.ahead import serve
+serve()
+"""
 
 
 class Planned(NamedTuple):
@@ -84,7 +96,7 @@ class _Helper:
     def __init__(self) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE],
+            [sys.executable, "-c", _SERVE, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
