@@ -32,7 +32,7 @@ def to_torch(value: object) -> Any:
     """`value` with every longmesh DTensor as one of torch's own, on the same memory. Sends nothing.
 
     A DTensor, a tree of them, or a module (in place; what it shares stays shared). A shard order is torch's strided
-    shard. A pending lookup is a pending sum. Modules that our styles cut go on computing as before, with their
+    shard. A pending lookup is a pending sum. Modules that our styles shard go on computing as before, with their
     parameters taken back at each call: so they run under FSDP2.
 
     >>> theirs = to_torch(distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
@@ -160,8 +160,9 @@ def _their_placements(tensor: DTensor) -> tuple[Any, ...]:
         pieces = torch.Size(layout.mesh.sizes[a] for a in axes).numel()
         if axes != tuple(sorted(axes)) and tensor.shape[dim] % pieces:
             raise LongmeshError(
-                f"to_torch: dim {dim} of {tuple(tensor.shape)} is cut by axes {list(axes)} in this order into {pieces} "
-                "unequal pieces, which torch's strided shards place elsewhere; redistribute to the default order first"
+                f"to_torch: dim {dim} of {tuple(tensor.shape)} is sharded over axes {list(axes)} in this order into "
+                f"{pieces} unequal pieces, which torch's strided shards place elsewhere; redistribute to the "
+                "default order first"
             )
     return TheirSpec._convert_shard_order_to_StridedShard(
         layout.shard_order,  # pyright: ignore[reportArgumentType]
@@ -178,8 +179,8 @@ def _our_layout(tensor: Any) -> Layout:
         order = TheirSpec._maybe_convert_StridedShard_to_shard_order(spec.placements, tensor.device_mesh)
         if order is None:
             raise LongmeshError(
-                f"from_torch: {spec.placements} is no order of cutting dims by mesh axes; redistribute it to Shard or "
-                "Replicate in torch first"
+                f"from_torch: {spec.placements} is no order of sharding dims over mesh axes; redistribute it to Shard "
+                "or Replicate in torch first"
             )
     return Layout(tensor.device_mesh, placements, [(e.tensor_dim, e.mesh_dims) for e in order])
 

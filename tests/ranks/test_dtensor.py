@@ -308,7 +308,7 @@ def test_mistakes_say_what_is_wrong_and_what_to_do_on_all_ranks(pool):
         "max": "no gradient goes through Partial(max)",
         "avg": "an average of integers is not an integer",
         "foreign": "is not a longmesh placement",
-        "order": "dim 0 is cut by axes [0], but the placements (Shard(dim=1),) shard it over axes none",
+        "order": "dim 0 is sharded over axes [0], but the placements (Shard(dim=1),) shard it over axes none",
         "sparse": "a DTensor is strided",
         "differ": "every rank must pass the same",
     }

@@ -242,9 +242,9 @@ def tied():
 
 def test_tied_weights_stay_tied(pool):
     assert pool.run(tied, ranks=2)[1] == (
-        "CutEmbedding.weight and CutLinear.weight were one parameter and the plan cuts it in two ways, (Shard(dim=1),) "
-        "and (Shard(dim=0),); choose styles that cut it alike (RowwiseParallel of an Embedding and ColwiseParallel of "
-        "a Linear cut dim 0), or untie them"
+        "CutEmbedding.weight and CutLinear.weight were one parameter and the plan shards it in two ways, "
+        "(Shard(dim=1),) and (Shard(dim=0),); choose styles that shard it alike (RowwiseParallel of an Embedding and "
+        "ColwiseParallel of a Linear shard dim 0), or untie them"
     )
 
 

@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
     sizes = [
         ("data", "groups of ranks that get different sequences (default 1)"),
         ("context", "ranks that a sequence is cut over (default: those that data and tensor leave)"),
-        ("tensor", "ranks that heads and features are cut over (default 1)"),
+        ("tensor", "ranks that heads and features are sharded over (default 1)"),
         ("seq-len", "tokens of a sequence (default 16384)"),
         ("batch", "sequences of a step, over all ranks (default 1)"),
         ("steps", "updates, those of a resumed run included (default 20)"),

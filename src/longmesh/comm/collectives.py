@@ -81,7 +81,7 @@ def all_reduce(tensor: torch.Tensor, *, reduce_op: str, group: AxisGroup, wait: 
 
 
 def reduce_scatter(buffer: torch.Tensor, *, reduce_op: str, group: AxisGroup) -> torch.Tensor:
-    """Cut `buffer` in equal parts, one per member; return our part reduced. For backends that do it well."""
+    """Split `buffer` into equal parts, one per member; return our part reduced. For backends that do it well."""
     event = note("reduce_scatter", buffer, buffer.numel() // group.size * (group.size - 1), group)
     out = _ops.reduce_scatter_tensor(buffer, reduce_op, group.size, group.name)
     return _wait(out, "reduce_scatter", group, event)
@@ -141,7 +141,7 @@ def _all_reduce_by_pieces(tensor: torch.Tensor, reduce_op: str, group: AxisGroup
 
 
 def range_split(total: int, parts: int) -> list[range]:
-    """`total` cut in `parts` ranges whose lengths differ by one at the most."""
+    """`total` split into `parts` ranges whose lengths differ by one at the most."""
     bounds = [total * i // parts for i in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
 

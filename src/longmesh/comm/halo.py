@@ -1,4 +1,4 @@
-"""Fetch the rows around a cut, and send their gradients home.
+"""Fetch the rows beyond a shard's borders, and send their gradients home.
 
     member 0 has rows [0, 3), needs [0, 4)      one all_to_all: each member gets exactly the rows
     member 1 has rows [3, 6), needs [2, 7)      that it needs and lacks, from whoever has them,

@@ -1,6 +1,6 @@
 """Exchange intervals of one dim: from the pieces that ranks hold to the interval that each wants.
 
-Redistribution knows layouts, whose pieces follow chunking. After a slice, a pad, a flip or a cat along a cut
+Redistribution knows layouts, whose pieces follow chunking. After a slice, a pad, a flip or a cat along a sharded
 dim they don't: 10 rows over 4 ranks are 3 3 3 1, and rows 2 to 10 of them are 1 3 3 1 where chunking
 wants 2 2 2 2. Every rank knows all intervals, so one all_to_all moves exactly the rows that change hands, and none
 runs where nothing does.

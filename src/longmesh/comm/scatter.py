@@ -43,7 +43,7 @@ def scatter_tensor(tensor: torch.Tensor, layout: Layout, comm: MeshComm, *, sour
 
 
 def cutting_order(layout: Layout) -> list[int]:
-    """The cutting axes, each after those that cut its dim before it."""
+    """The sharding axes, each after those that shard its dim before it."""
     return [axis for _, axes in layout.shard_order for axis in axes]
 
 

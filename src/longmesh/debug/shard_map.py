@@ -1,10 +1,10 @@
-"""Who holds what: the pieces that a layout cuts a tensor into, and the ranks that hold each.
+"""Who holds what: the pieces that a layout splits a tensor into, and the ranks that hold each.
 
     Shard(0), Replicate() on a 2 x 2 mesh, shape (5, 4)
         dim 0 in [0:3) [3:5)   dim 1 in [0:4)
         ([0:3), [0:4)) -> ranks 0, 1      ([3:5), [0:4)) -> ranks 2, 3
 
-Dims are cut independently, so the pieces are a grid: every combination of the dims' intervals. Ranks whose
+Dims are sharded independently, so the pieces are a grid: every combination of the dims' intervals. Ranks whose
 interval is empty on some dim hold nothing and are listed apart. Pure: needs no process group.
 """
 
@@ -57,7 +57,7 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Two dims of the tensor as rows and columns, the other cut dims fixed as `title` says.
+    """Two dims of the tensor as rows and columns, the other sharded dims fixed as `title` says.
 
     `row_dim` or `col_dim` is None where the tensor has no such dim to show: one row or one column then.
     """
@@ -94,7 +94,7 @@ def shard_map(layout: Layout, shape: Sequence[int], ranks: Sequence[int]) -> Sha
 
 
 def panels(held: ShardMap) -> list[Panel]:
-    """The tensor as grids of two dims: its last two, or of more dims the last two that are cut."""
+    """The tensor as grids of two dims: its last two, or of more dims the last two that are sharded."""
     if not held.pieces:
         return []
     ndim = len(held.shape)

@@ -41,7 +41,7 @@ def parallelize_module(
 
     A plan's keys are names or fnmatch patterns of submodules ("" is the module itself), its values styles or
     further plans. The parameters' data is that of the rank at place `src_data_rank` of the mesh; with None each
-    rank cuts its own. Parameters that several modules of the plan share stay shared.
+    rank takes its shard of its own. Parameters that several modules of the plan share stay shared.
 
     >>> model = nn.ModuleDict({"up": nn.Linear(4, 6), "down": nn.Linear(6, 4)})
     >>> model = parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -144,7 +144,8 @@ def _share_again(shared: list[list[Place]]) -> None:
             if own.placements != parameter.placements:
                 raise LongmeshError(
                     f"{type(first).__name__}.{name} and {type(module).__name__}.{other} were one parameter and the "
-                    f"plan cuts it in two ways, {parameter.placements} and {own.placements}; choose styles that cut it "
-                    "alike (RowwiseParallel of an Embedding and ColwiseParallel of a Linear cut dim 0), or untie them"
+                    f"plan shards it in two ways, {parameter.placements} and {own.placements}; choose styles that "
+                    "shard it alike (RowwiseParallel of an Embedding and ColwiseParallel of a Linear shard dim 0), or "
+                    "untie them"
                 )
             module.register_parameter(other, parameter)  # pyright: ignore[reportArgumentType]

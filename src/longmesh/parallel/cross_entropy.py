@@ -1,4 +1,4 @@
-"""Cross entropy of logits cut by classes, as one step of autograd on local tensors.
+"""Cross entropy of logits sharded by classes, as one step of autograd on local tensors.
 
 Per row of logits x with target y, class weights w and label smoothing e over C classes:
 
@@ -33,7 +33,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def is_cut_by_classes(logits: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether these are logits for `cut_cross_entropy`: cut by classes, nothing pending, targets that are indices."""
+    """Whether these are logits for `cut_cross_entropy`: sharded by classes, nothing pending, targets are indices."""
     return (
         isinstance(logits, DTensor)
         and logits.ndim > 0

@@ -1,9 +1,9 @@
-"""A cut Embedding as one step of autograd.
+"""A sharded Embedding as one step of autograd.
 
     by columns   table S(1): every rank looks up its columns of every row     -> S(-1)
     by rows      table S(0): every rank looks up the rows that are its own    -> P, zeros elsewhere
 
-The gradient of the table stays cut as the table is: each rank makes that of its own part, without communication.
+The gradient of the table stays sharded as the table is: each rank makes that of its own part, without communication.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingStep:
-    """What a cut Embedding does: along which dim of the table, and between which layouts."""
+    """What a sharded Embedding does: along which dim of the table, and between which layouts."""
 
     mesh: DeviceMesh
     by_rows: bool

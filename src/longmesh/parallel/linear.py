@@ -1,4 +1,4 @@
-"""A cut Linear as one step of autograd: gather, multiply, reduce, on local tensors.
+"""A sharded Linear as one step of autograd: gather, multiply, reduce, on local tensors.
 
     by columns   x R      @ weight S(0) -> y S(-1)      the gradient of x is pending
     by rows      x S(-1)  @ weight S(1) -> y P          the gradient of y is needed whole
@@ -29,7 +29,7 @@ from longmesh.tensor.meta import contiguous_stride
 
 @dataclass(frozen=True, eq=False)
 class LinearStep:
-    """What a cut Linear does: along which dim of the weight, and between which layouts."""
+    """What a sharded Linear does: along which dim of the weight, and between which layouts."""
 
     mesh: DeviceMesh
     by_rows: bool

@@ -1,4 +1,4 @@
-"""loss_parallel: cross entropy of logits that are cut by classes, computed where they lie.
+"""loss_parallel: cross entropy of logits that are sharded by classes, computed where they lie.
 
     a row's loss = log(sum of exp) - logit of its target
 
@@ -24,7 +24,7 @@ from longmesh.parallel.cross_entropy import cut_cross_entropy, is_cut_by_classes
 
 @contextlib.contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Inside, F.cross_entropy of a DTensor cut along its classes gathers nothing.
+    """Inside, F.cross_entropy of a DTensor sharded along its classes gathers nothing.
 
     Targets are class indices, plain (whole on every rank) or a DTensor; weights, ignore_index, label smoothing and
     every reduction are those of F.cross_entropy, and so is the result, a DTensor. Local: sends nothing itself.

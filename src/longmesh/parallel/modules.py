@@ -41,14 +41,14 @@ class Styled(nn.Module):
 
 
 class CutLinear(Styled, nn.Linear):
-    """A Linear whose weight is cut over the ranks of a mesh axis."""
+    """A Linear whose weight is sharded over the ranks of a mesh axis."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.run(input, (self.weight, self.bias))
 
 
 class CutEmbedding(Styled, nn.Embedding):
-    """An Embedding whose table is cut over the ranks of a mesh axis."""
+    """An Embedding whose table is sharded over the ranks of a mesh axis."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         options = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
@@ -107,7 +107,7 @@ def hook(
 
 
 def is_styled(module: nn.Module) -> bool:
-    """Whether a style that cuts or replicates parameters was applied to this very module."""
+    """Whether a style that shards or replicates parameters was applied to this very module."""
     return isinstance(module, Styled) or module.__dict__.get("is_hooked_by_style", False)
 
 

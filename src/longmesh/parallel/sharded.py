@@ -27,7 +27,7 @@ from longmesh.tensor import DTensor
 
 
 class ShardedStyle(ParallelStyle):
-    """A style that cuts an nn.Linear or nn.Embedding; `by_rows` and the default layouts are its subclass's."""
+    """A style that shards an nn.Linear or nn.Embedding; `by_rows` and the default layouts are its subclass's."""
 
     by_rows: bool
     default_input: Placement
@@ -107,11 +107,11 @@ class ShardedStyle(ParallelStyle):
 
 
 class ColwiseParallel(ShardedStyle):
-    """Cut an nn.Linear or nn.Embedding by its output features.
+    """Shard an nn.Linear or nn.Embedding by its output features.
 
     A plain input is taken to lie as `input_layouts` (default: whole on every rank); the output lies as
-    `output_layouts` (default: cut along its last dim) and is this rank's plain tensor, or with
-    `use_local_output=False` a DTensor. With `overlap=True` a Linear whose input is cut along another dim than
+    `output_layouts` (default: sharded along its last dim) and is this rank's plain tensor, or with
+    `use_local_output=False` a DTensor. With `overlap=True` a Linear whose input is sharded along another dim than
     its last multiplies the parts of the input as they arrive.
 
     >>> linear = parallelize_module(nn.Linear(4, 5), mesh, ColwiseParallel())
@@ -125,12 +125,12 @@ class ColwiseParallel(ShardedStyle):
 
 
 class RowwiseParallel(ShardedStyle):
-    """Cut an nn.Linear by its input features, an nn.Embedding by its rows.
+    """Shard an nn.Linear by its input features, an nn.Embedding by its rows.
 
-    A plain input is taken to lie as `input_layouts` (default: cut along its last dim; give Replicate() for the
+    A plain input is taken to lie as `input_layouts` (default: sharded along its last dim; give Replicate() for the
     indices of an Embedding); the output lies as `output_layouts` (default: whole on every rank) and is this
     rank's plain tensor, or with `use_local_output=False` a DTensor. With `overlap=True` a Linear whose output is
-    cut along another dim than its last multiplies the parts of the output's gradient as they arrive.
+    sharded along another dim than its last multiplies the parts of the output's gradient as they arrive.
 
     >>> model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     >>> model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})

@@ -64,7 +64,7 @@ def check_one_axis(mesh: DeviceMesh, caller: str) -> None:
         name = shape.names[-1] if shape.names is not None else None
         fix = f"mesh[{name!r}]" if name is not None else "a mesh with mesh_dim_names, sliced by name"
         raise LongmeshError(
-            f"{caller} works on one mesh axis, got {shape} with {mesh.ndim}; pass the axis to cut modules over: {fix}"
+            f"{caller} works on one mesh axis, got {shape} with {mesh.ndim}; pass the axis to shard modules over: {fix}"
         )
 
 

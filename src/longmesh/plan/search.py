@@ -165,7 +165,7 @@ def _reductions(src: Layout, dst: Layout, shape: Shape) -> Iterator[tuple[Layout
 
 
 def _useful_dims(src: Layout, dst: Layout, shape: Shape) -> list[int]:
-    """The dims that either layout cuts, and the longest one."""
+    """The dims that either layout shards, and the longest one."""
     if not shape:
         return []
     longest = max(range(len(shape)), key=lambda d: (shape[d], -d))
@@ -173,7 +173,7 @@ def _useful_dims(src: Layout, dst: Layout, shape: Shape) -> list[int]:
 
 
 def _append(layout: Layout, placements: dict[int, Placement], dst: Layout) -> Layout:
-    """Change the given axes; new cuts go innermost, among themselves in `dst`'s order."""
+    """Change the given axes; new shards go innermost, among themselves in `dst`'s order."""
 
     def place(axis: int) -> tuple[int, int]:
         placement = placements[axis]
@@ -188,7 +188,7 @@ def _append(layout: Layout, placements: dict[int, Placement], dst: Layout) -> La
 def _targets(reduced: Layout, dst: Layout) -> Iterator[Layout]:
     """Layouts from which `dst` is one local step away: its new pending terms not yet made.
 
-    An axis that cuts the tensor now may go on cutting it and pad its piece with the identity of the
+    An axis that shards the tensor now may go on sharding it and pad its piece with the identity of the
     reduction, or be gathered first.
     """
     created = [

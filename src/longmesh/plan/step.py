@@ -3,7 +3,7 @@
     slice           local: keep the part of the shard that the next layout wants
     pad             local: become one of the terms of a pending reduction
     all_gather      every rank of the group gets every rank's shard
-    all_to_all      shards are cut anew: each rank receives exactly what it lacks
+    all_to_all      the tensor is sharded along another dim: each rank receives exactly what it lacks
     reduce_scatter  a pending reduction is carried out where its pieces are wanted
     all_reduce      a pending reduction is carried out everywhere
 
@@ -101,7 +101,7 @@ def _reduce(
 
 
 def _moving_axes(src: Layout, dst: Layout) -> tuple[int, ...]:
-    """The axes along which data has to travel: those that cut `src` and cut `dst` in another way.
+    """The axes along which data has to travel: those that shard `src` and shard `dst` in another way.
 
     An axis that replicates `src` is never among them: each rank asks the holder that shares its own
     coordinate there.

@@ -2,7 +2,7 @@
 
     query (B, H, L, E), key and value (B, K, S, E), mask to (B, H, L, S)  ->  output (B, H, L, E), lse (B, H, L)
 
-Query rows may be cut where keys and values are whole; their gradients are then pending sums. A causal mask counts
+Query rows may be sharded where keys and values are whole; their gradients are then pending sums. A causal mask counts
 rows and keys from 0, so a rank whose rows start elsewhere is given its own mask, and only the keys that its
 rows can see. Pitfall: the kernel ends the process on tensors without elements; a rank that has none does not call it.
 """
@@ -23,7 +23,7 @@ _BATCH, _HEAD, _ROW = 0, 1, 2
 
 
 def _lines(call: OpCall, outputs: Callable[[int], list[Placement]]) -> list[AxisRule]:
-    """One line per dim that may be cut; `outputs` of that dim."""
+    """One line per dim that may be sharded; `outputs` of that dim."""
     query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
     shared = query.shape[_HEAD] == key.shape[_HEAD]
     lines: list[AxisRule] = []

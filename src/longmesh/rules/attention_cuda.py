@@ -20,7 +20,7 @@ _CUT = ("query", "key", "value", "grad_out", "grad_out_", "out", "logsumexp")
 
 
 def forward_lines(call: OpCall) -> list[AxisRule]:
-    """The output and its log-sum-exp are cut; seeds and debugging aids, the outputs after those, are not."""
+    """The output and its log-sum-exp are sharded; seeds and debugging aids, the outputs after those, are not."""
     return _lines(call, lambda dim: [S(dim) if i < 2 else R for i in range(len(call.outputs))])
 
 

@@ -1,4 +1,4 @@
-"""Ops on the last dims of a batch: a matrix, an image, a signal. Leading dims may be cut, the last ones not.
+"""Ops on the last dims of a batch: a matrix, an image, a signal. Leading dims may be sharded, the last ones not.
 
     linalg_solve(A: batch x 2 dims, B: batch x 2 dims)  ->  batch x 2 dims, ...
     avg_pool2d(x: batch, channel x 2 dims)              ->  batch, channel x 2 dims
@@ -66,7 +66,7 @@ def batched(cores: Sequence[int], out_cores: Sequence[int], linear: int | None =
 
 
 def replicated(call: OpCall) -> list[AxisRule]:
-    """No dim may be cut."""
+    """No dim may be sharded."""
     return []
 
 

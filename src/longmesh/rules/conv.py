@@ -2,8 +2,8 @@
 
     input (N, C, *spatial)   weight (O, C / groups, *kernel), or (C, O / groups, *kernel) if transposed
 
-A cut spatial dim needs its neighbours' rows, which no local call has: those lines are in `SPATIAL` form, for
-the handler that fetches them (`rules/window.py` says which rows).
+A sharded spatial dim needs its neighbours' rows, which no local call has: those lines are in `SPATIAL` form, for
+the plan that fetches them (`rules/window.py` says which rows).
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def forward_lines(call: OpCall) -> list[AxisRule]:
     else:
         even, count = _whole_groups(call), call["groups"]
         lines.append(entry(S(1), S(0), S(0), S(1), even=((0, 1, even[0]), (1, 0, even[1]), (-1, 1, even[2]))))
-        if call.tensors[0].shape[1] == count == call.outputs[0].shape[1]:  # depthwise: cut anywhere
+        if (
+            call.tensors[0].shape[1] == count == call.outputs[0].shape[1]
+        ):  # depthwise: any channel may begin a shard
             lines[-1] = entry(S(1), S(0), S(0), S(1))
     lines += [entry(P, R, P, P), entry(R, P, P, P), entry(AVG, R, R, AVG), entry(R, AVG, R, AVG)]
     return lines
@@ -82,7 +84,7 @@ def backward_lines(call: OpCall) -> list[AxisRule]:
 
 
 def spatial_lines(call: OpCall) -> list[AxisRule]:
-    """One line per spatial dim, for the handler that fetches the rows around a cut."""
+    """One line per spatial dim, for the plan that fetches the rows beyond a shard's borders."""
     backward = call.func is torch.ops.aten.convolution_backward.default
     dims = range(2, call.tensors[0].ndim)
     if not backward:

@@ -1,7 +1,8 @@
 """Embedding backward and bags: gradients of tables.
 
-The gradient of a table is a sum over the indices: a cut batch gives a pending sum, cut columns stay cut. Which
-rows a rank keeps is not told by the arguments, so a gradient cut by rows is made by the op's handler.
+The gradient of a table is a sum over the indices: a sharded batch gives a pending sum, sharded columns stay sharded.
+Which rows a rank keeps can't be read from the arguments, so a gradient sharded by rows has a plan of its own
+(tensor/ops/embedding).
 """
 
 from __future__ import annotations

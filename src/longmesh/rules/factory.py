@@ -1,7 +1,7 @@
 """Tensors made after the likeness of others: zeros_like, new_full, fill_.
 
 The values don't depend on the input's, so whatever is pending there gives a replicated result and nothing
-is sent. A `new_*` of the input's own shape is cut as the input is; of another shape it is replicated.
+is sent. A `new_*` of the input's own shape is sharded as the input is; of another shape it is replicated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PENDING: tuple[Placement, ...] = (*(Partial(op) for op in REDUCE_OPS), MaskParti
 
 
 def like_lines(call: OpCall) -> list[AxisRule]:
-    """Cut as the first tensor; a second one (the value to fill with) is replicated."""
+    """Sharded as the first tensor; a second one (the value to fill with) is replicated."""
     others = [R] * (len(call.tensors) - 1)
     return [
         *(line([S(d), *others], S(d)) for d in range(call.tensors[0].ndim)),

@@ -1,6 +1,6 @@
 """Reading by position: slice, select, advanced indexing, triangles, pads.
 
-Dims that are not indexed stay cut. A cut dim that is indexed gives a pending sum: each rank answers for the
+Dims that are not indexed stay sharded. A sharded dim that is indexed gives a pending sum: each rank answers for the
 positions it holds and adds zeros for the others.
 """
 
@@ -188,7 +188,7 @@ def pad_lines(call: OpCall) -> list[AxisRule]:
 
 
 def edge_pad_lines(call: OpCall) -> list[AxisRule]:
-    """reflection_pad and replication_pad repeat elements of the last dims; the others stay cut."""
+    """reflection_pad and replication_pad repeat elements of the last dims; the others stay sharded."""
     last = len(call["padding"]) // 2
     num = len(call.tensors)
     lines = [line([S(d)] * num, S(d)) for d in range(call.tensors[0].ndim - last)]

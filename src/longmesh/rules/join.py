@@ -1,4 +1,4 @@
-"""Several tensors made into one: cat and stack. Any dim but the joined one may be cut, in all of them."""
+"""Several tensors made into one: cat and stack. Any dim but the joined one may be sharded, in all of them."""
 
 from __future__ import annotations
 

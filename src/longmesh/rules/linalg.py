@@ -1,4 +1,4 @@
-"""Linear algebra and Fourier transforms: batch dims may be cut, the matrices and transformed dims not."""
+"""Linear algebra and Fourier transforms: batch dims may be sharded, the matrices and transformed dims not."""
 
 from __future__ import annotations
 

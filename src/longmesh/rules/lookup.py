@@ -1,4 +1,4 @@
-"""Lookups along a cut dim: each rank answers for the indices it holds.
+"""Lookups along a sharded dim: each rank answers for the indices it holds.
 
     table (9 rows over 4 ranks: 3 3 3 0), indices [0, 4, 8] on every rank
     rank 0 reads row 0, rank 1 row 4 - 3, rank 2 row 8 - 6, rank 3 nothing
@@ -184,7 +184,7 @@ def _gather_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
 
 
 def take_lines(call: OpCall) -> list[AxisRule]:
-    """The tensor is read as if it were flat, so it is whole; the index may be cut."""
+    """The tensor is read as if it were flat, so it is whole; the index may be sharded."""
     lines = [line([R, S(d)], S(d)) for d in range(call.tensors[1].ndim)]
     return lines + [line([p, R], p) for p in PENDING]
 

@@ -66,7 +66,7 @@ def _common(shapes: Sequence[Shape]) -> Shape:
 
 
 def row_lines(call: OpCall) -> list[AxisRule]:
-    """One term a row: rows may be cut, classes not. Class weights are the same for all."""
+    """One term a row: rows may be sharded, classes not. Class weights are the same for all."""
     if call["self"].ndim < 2:
         return []
     inputs: list[Placement] = []

@@ -1,8 +1,8 @@
-"""Matrix products: rows or columns of the result are cut, or the contraction, whose pieces are pending sums.
+"""Matrix products: rows or columns of the result are sharded, or the contraction, whose pieces are pending sums.
 
     mm(a, b):  S(0), R -> S(0)    R, S(1) -> S(1)    S(1), S(0) -> P    P, R -> P    R, P -> P
 
-Each product is written as an einsum ("ij,jk->ik"), and the lines follow from the letters: an axis cuts a letter in
+Each product is written as an einsum ("ij,jk->ik"), and the lines follow from the letters: an axis shards a letter in
 every operand that has it; a letter that the result lacks leaves a pending sum. A term that is added
 (the bias of addmm) must be pending where the product is: it is added once, not once per rank.
 """

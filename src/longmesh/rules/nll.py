@@ -1,10 +1,10 @@
-"""Negative log likelihood: rows may be cut, or the classes.
+"""Negative log likelihood: rows may be sharded, or the classes.
 
     nll(x, target, weight):   S(0), S(0), R -> P, P      rows: each its terms, and the sum of their weights
                               S(1), R, S(0) -> P, P      classes: each rank the targets that are its own
 
-The mean is the sum over the total weight, both of the whole: a handler divides. The gradient takes the total
-weight as an argument, so it needs none of that. With cut classes a rank ignores foreign targets, after checking
+The mean is the sum over the total weight, both of the whole: the plan divides. The gradient takes the total
+weight as an argument, so it needs none of that. With sharded classes a rank ignores foreign targets, after checking
 that each is a class at all.
 """
 
@@ -32,7 +32,7 @@ def _class_dim(call: OpCall) -> int:
 
 
 def _lines(call: OpCall, outputs: Callable[[Placement | None], list[Placement]]) -> list[AxisRule]:
-    """Rows (and pixels) cut as the target is, or classes; `outputs` of the cut target dim, or None."""
+    """Rows (and pixels) sharded as the target is, or classes; `outputs` of the sharded target dim, or None."""
     ndim, classes = call["self"].ndim, _class_dim(call)
     lines: list[AxisRule] = []
     for dim in range(ndim):

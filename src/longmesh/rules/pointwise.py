@@ -1,6 +1,6 @@
-"""How pointwise ops are distributed: any dim may be cut, the same one in every operand that has it.
+"""How pointwise ops are distributed: any dim may be sharded, the same one in every operand that has it.
 
-An operand that broadcasts along the cut dim (size 1, or the dim missing) is replicated on that axis.
+An operand that broadcasts along the sharded dim (size 1, or the dim missing) is replicated on that axis.
 Pending reductions stay pending where the op allows it: sums through linear ops, averages also where a
 constant is added, minima and maxima through ops that keep (or turn around) the order.
 
@@ -63,7 +63,7 @@ def broadcast(shapes: Sequence[Shape]) -> Shape:
 
 
 def cut_of(meta: Meta, dim: int, ndim: int) -> Placement:
-    """How an operand lies on an axis that cuts dim `dim` of a broadcast result of `ndim` dims."""
+    """How an operand lies on an axis that shards dim `dim` of a broadcast result of `ndim` dims."""
     own = dim - (ndim - meta.ndim)
     return R if own < 0 or meta.shape[own] == 1 else S(own)
 

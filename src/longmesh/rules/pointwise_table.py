@@ -1,4 +1,4 @@
-"""The pointwise ops by kind. An op that torch tags as pointwise and that is not listed here is cut, never pending."""
+"""The pointwise ops by kind. An op that torch tags as pointwise and that is not listed is sharded, never pending."""
 
 from __future__ import annotations
 

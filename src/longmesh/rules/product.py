@@ -5,8 +5,8 @@
     linear_backward(x, grad, w)    -> gradients of x, w and bias, those that are asked for
     matmul_backward(grad, a, b)    -> gradients of a and b
 
-Seen whole, a product keeps a cut of any batch dim: as a matrix product of flattened rows it would have to move. An
-axis that cuts a letter leaves a pending sum in the gradient of each operand that lacks it. A size of 1 that
+Seen whole, a product keeps any batch dim sharded: as a matrix product of flattened rows it would have to move. An
+axis that shards a letter leaves a pending sum in the gradient of each operand that lacks it. A size of 1 that
 broadcasts is no letter: "." stands in its place.
 """
 

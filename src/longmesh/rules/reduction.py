@@ -51,8 +51,8 @@ def reduced_meta(call: OpCall) -> tuple[OutMeta, ...]:
 def reduce_lines(
     call: OpCall, pending: Sequence[Partial] = (), through: Sequence[Partial] = ()
 ) -> list[AxisRule]:
-    """Kept dims stay cut; a cut of a reduced dim gives `pending` (one per output), if any. `through`: pending
-    reductions that the op commutes with."""
+    """Kept dims stay sharded; a reduced dim that is sharded gives `pending` (one per output), if any. `through`:
+    pending reductions that the op commutes with."""
     dims, keepdim = reduced_dims(call), call.get("keepdim", False)
     count = len(call.outputs)
     lines: list[AxisRule] = []
@@ -178,7 +178,7 @@ RULES: dict[str, Rule] = {
         lambda call: reduce_lines(call, norm_pending(call)), reduced_meta, local_op=norm_of_nothing
     ),
     **dict.fromkeys(("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"), VARIANCE),
-    # The dim is seen whole; where it is cut, a handler may know better.
+    # The dim is seen whole; where it is sharded, an op's own plan may know better.
     **dict.fromkeys(
         (
             "logsumexp.default", "max.dim", "min.dim", "argmax.default", "argmin.default", "median.dim",

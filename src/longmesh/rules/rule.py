@@ -121,7 +121,7 @@ class OutMeta:
 class AxisRule:
     """One valid line: a placement per tensor argument and per tensor output, on one mesh axis.
 
-    `even`: (tensor, dim) pairs that must be cut in equal pieces for the line to hold: an input's index, or
+    `even`: (tensor, dim) pairs that must be sharded in equal pieces for the line to hold: an input's index, or
     -1 - i for output i. With a third number, the pieces must also be multiples of it. `note` is shown by explain().
     """
 

@@ -1,7 +1,7 @@
-"""Scans, sorts and searches along a dim: the other dims may be cut.
+"""Scans, sorts and searches along a dim: the other dims may be sharded.
 
-Scans and topk over a cut dim have handlers; a sort sees its dim whole (moved to another cut where there is
-another dim to cut). Searches and histograms take their values cut in any way.
+Scans and topk over a sharded dim have plans of their own; a sort sees its dim whole (another dim is sharded where
+there is one). Searches and histograms take their values sharded in any way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from longmesh.spec import Partial, Placement
 
 
 def other_dims(call: OpCall) -> list[AxisRule]:
-    """Every dim but the op's own may be cut, in all outputs alike."""
+    """Every dim but the op's own may be sharded, in all outputs alike."""
     dim = call.dim()
     count = len(call.outputs)
     return [line([S(d)], [S(d)] * count) for d in range(call.tensors[0].ndim) if d != dim]

@@ -1,6 +1,6 @@
 """Writing by position: scatter, index_add, index_put and the like.
 
-Along a cut dim each rank writes what falls into its own part. Writes for other ranks go to one slot that is
+Along a sharded dim each rank writes what falls into its own part. Writes for other ranks go to one slot that is
 added behind the part and dropped afterwards, so an op needs no masked form and an empty part is nothing
 special.
 """
@@ -120,7 +120,7 @@ def scatter_lines(*, adds: bool) -> Callable[[OpCall], list[AxisRule]]:
 
 
 def scatter_reduce_lines(call: OpCall) -> list[AxisRule]:
-    """Neither linear nor monotone in general: cut dims only."""
+    """Neither linear nor monotone in general: sharded dims only."""
     return [entry for entry in scatter_lines(adds=False)(call) if P not in entry.inputs and not _pends(entry)]
 
 

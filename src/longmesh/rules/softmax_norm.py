@@ -1,10 +1,10 @@
-"""Softmax and normalisation: what is normalised together must be whole, everything else may be cut.
+"""Softmax and normalisation: what is normalised together must be whole, everything else may be sharded.
 
     layer_norm       the leading dims; gradients of weight and bias are pending sums
     group_norm       the batch; also channels, where every rank gets whole groups
 
-Where the normalised dims are cut, a handler works with small all-reduces instead. Batch norm is
-decomposed: its statistics are means over cut dims.
+Where the normalised dims are sharded, a plan of its own works with small all-reduces instead. Batch norm is
+decomposed: its statistics are means over sharded dims.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pooling, resampling and rearranging of images: batch and channel dims may be cut, spatial ones are gathered."""
+"""Pooling, resampling and rearranging of images: batch and channel dims may be sharded, spatial ones are gathered."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Views that pick elements at steps or in an order: windows, diagonals, complex pairs, pieces, flips and rolls.
 
-A dim they don't touch stays cut. A view moves elements and computes nothing, so every kind of pending reduction goes
-through; its backward puts zeros around them, so there only sums do.
+A dim they don't touch stays sharded. A view moves elements and computes nothing, so every kind of pending reduction
+goes through; its backward puts zeros around them, so there only sums do.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _conj_locally(call: OpCall, view: LocalView) -> Callable[..., Any]:
 
 
 def split_lines(call: OpCall) -> list[AxisRule]:
-    """The pieces are cut as the whole is, along any other dim."""
+    """The pieces are sharded as the whole is, along any other dim."""
     return kept(call, other_dims(call, [call.dim()]))
 
 

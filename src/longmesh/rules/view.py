@@ -1,7 +1,7 @@
 """Views: the same elements under another shape.
 
-A dim that a view keeps stays cut. Where dims are merged or split, only the leading one of a group may be
-cut, and evenly: (8, 6) -> (48) keeps S(0) on 4 ranks, since 2 rows of 6 are 12 of the 48 elements; (5, 2) ->
+A dim that a view keeps stays sharded. Where dims are merged or split, only the leading one of a group may be
+sharded, and evenly: (8, 6) -> (48) keeps S(0) on 4 ranks, since 2 rows of 6 are 12 of the 48 elements; (5, 2) ->
 (10) does not, since 2 rows of 2 are 4 elements where chunking wants 3.
 
 Pitfall: a local size says nothing (4 rows over 4 ranks are 1 each, and squeeze() must not drop them), so a
@@ -77,7 +77,7 @@ def view_lines(call: OpCall) -> list[AxisRule]:
 
 
 def _empty_lines(call: OpCall, before: Sequence[int], after: Sequence[int]) -> list[AxisRule]:
-    """Nothing to hold: dims that both shapes start with stay cut."""
+    """Nothing to hold: dims that both shapes start with stay sharded."""
     pairs: list[tuple[int, int]] = []
     for dim, (a, b) in enumerate(zip(before, after, strict=False)):
         if a != b:
@@ -179,7 +179,7 @@ def unsqueeze_meta(call: OpCall) -> tuple[OutMeta, ...]:
 
 
 def expand_lines(call: OpCall) -> list[AxisRule]:
-    """A dim that is repeated is not cut; the others are."""
+    """A dim that is repeated is not sharded; the others are."""
     tensor, out = call.tensors[0], call.outputs[0].shape
     new = len(out) - tensor.ndim
     return kept(call, [(d, d + new) for d in range(tensor.ndim) if tensor.shape[d] == out[d + new]])
@@ -211,7 +211,7 @@ def other_dims(call: OpCall, taken: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def no_lines(call: OpCall) -> list[AxisRule]:
-    """Nothing may be cut: the op needs all of its inputs."""
+    """Nothing may be sharded: the op needs all of its inputs."""
     return []
 
 

@@ -1,7 +1,7 @@
 """Uneven chunk arithmetic: who holds which interval of a dim.
 
 torch.chunk's rule: pieces of ceil(size / parts), the trailing ones short or empty. 5 rows over 4
-ranks are 2, 2, 1, 0. Nested cuts apply it again to each piece. Works with SymInt sizes.
+ranks are 2, 2, 1, 0. Nested sharding applies it again to each piece. Works with SymInt sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ IntLike: TypeAlias = "int | torch.SymInt"
 
 
 def chunk_interval(size: IntLike, parts: int, index: int) -> tuple[IntLike, IntLike]:
-    """Start and length of piece `index` when `size` is cut in `parts`."""
+    """Start and length of piece `index` when `size` is chunked into `parts`."""
     if isinstance(size, int):
         chunk = -(-size // parts)
         start = chunk * index
@@ -31,7 +31,7 @@ def _symbolic_interval(size: Any, parts: int, index: int) -> tuple[IntLike, IntL
 
 
 def nested_interval(size: IntLike, cuts: Sequence[tuple[int, int]]) -> tuple[IntLike, IntLike]:
-    """Start and length after several cuts `(parts, index)`, the outermost first."""
+    """Start and length after several chunkings `(parts, index)`, the outermost first."""
     offset: IntLike = 0
     for parts, index in cuts:
         start, size = chunk_interval(size, parts, index)

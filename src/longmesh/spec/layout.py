@@ -42,7 +42,7 @@ class Layout:
     mesh: MeshShape
     placements: tuple[Placement, ...]
     shard_order: ShardOrder
-    shard_dims: tuple[int, ...]  # the tensor dims that some axis cuts, sorted
+    shard_dims: tuple[int, ...]  # the tensor dims that some axis shards, sorted
     partial_axes: tuple[int, ...]  # the axes on which a reduction is pending
     is_replicated: bool  # on every axis
     _cuts: dict[int, tuple[int, ...]]
@@ -65,17 +65,17 @@ class Layout:
     # -- what it says ------------------------------------------------------------------------
 
     def cuts(self, dim: int) -> tuple[int, ...]:
-        """The axes that cut tensor dim `dim`, the outermost first."""
+        """The axes that shard tensor dim `dim`, the outermost first."""
         return self._cuts.get(dim, ())
 
     @property
     def num_shards(self) -> int:
-        """Into how many pieces the tensor is cut."""
+        """Into how many pieces the tensor is split."""
         return _product(self.mesh.sizes[a] for axes in self._cuts.values() for a in axes)
 
     @property
     def is_default_order(self) -> bool:
-        """Whether axes cut every dim from left to right."""
+        """Whether axes shard every dim from left to right."""
         return self.shard_order == default_shard_order(self.placements)
 
     # -- where a rank's piece lies -------------------------------------------------------------
@@ -102,7 +102,7 @@ class Layout:
     # -- other layouts -------------------------------------------------------------------------
 
     def with_placement(self, axis: int, placement: Placement) -> Layout:
-        """The layout with one axis changed; an axis that starts to cut a dim does so innermost."""
+        """The layout with one axis changed; an axis that starts to shard a dim does so innermost."""
         placements = (*self.placements[:axis], placement, *self.placements[axis + 1 :])
         cuts = {dim: [a for a in axes if a != axis] for dim, axes in self.shard_order}
         if isinstance(placement, Shard):

@@ -28,7 +28,7 @@ class Placement:
     __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether the axis cuts the tensor, along `dim` if one is given."""
+        """Whether the axis shards the tensor, along `dim` if one is given."""
         return False
 
     def is_replicate(self) -> bool:
@@ -42,7 +42,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Shard(Placement):
-    """The axis cuts tensor dim `dim` into consecutive pieces, as torch.chunk does.
+    """The axis shards tensor dim `dim`: consecutive pieces, as torch.chunk does.
 
     >>> distribute_tensor(torch.arange(5), mesh, [Shard(0)]).to_local()  # rank 1 has the other two
     tensor([0, 1, 2])

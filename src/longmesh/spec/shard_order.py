@@ -1,4 +1,4 @@
-"""Shard order: which mesh axes cut a tensor dim, and in which order.
+"""Shard order: which mesh axes shard a tensor dim, and in which order.
 
 On a 2x2 mesh with placements (Shard(0), Shard(0)), 8 rows lie on the ranks as
 
@@ -8,8 +8,8 @@ On a 2x2 mesh with placements (Shard(0), Shard(0)), 8 rows lie on the ranks as
     rank (1,0) rows 4 5                rank (1,0) rows 2 3
     rank (1,1) rows 6 7                rank (1,1) rows 6 7
 
-The first axis cuts the dim, the next one cuts each piece, so every rank holds one interval of the
-dim whatever the order. A dim that no axis cuts has no entry; entries are sorted by dim.
+The first axis shards the dim, the next one shards each piece, so every rank holds one interval of the
+dim whatever the order. A dim that no axis shards has no entry; entries are sorted by dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from longmesh.spec.placement import Placement, Shard
 
 
 class ShardOrderEntry(NamedTuple):
-    """Tensor dim `tensor_dim` is cut by the axes `mesh_dims`, the first one outermost.
+    """Tensor dim `tensor_dim` is sharded over the axes `mesh_dims`, the first one outermost.
 
     >>> square = MeshShape((2, 2))
     >>> inner_first = Layout(square, [Shard(0), Shard(0)], [ShardOrderEntry(0, (1, 0))])
@@ -38,7 +38,7 @@ ShardOrder = tuple[ShardOrderEntry, ...]
 
 
 def default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
-    """Axes cut from left to right."""
+    """Axes shard from left to right."""
     cuts: dict[int, list[int]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -49,7 +49,7 @@ def default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
 def make_shard_order(
     placements: Sequence[Placement], given: Iterable[ShardOrderEntry | tuple[int, Sequence[int]]] | None
 ) -> ShardOrder:
-    """A full, sorted order from what a user gave: dims that are left out are cut from left to right."""
+    """A full, sorted order from what a user gave: dims that are left out are sharded from left to right."""
     default = default_shard_order(placements)
     if given is None:
         return default
@@ -63,7 +63,7 @@ def make_shard_order(
         if sorted(axes) != list(cuts.get(dim, ())):
             holders = list(cuts.get(dim, ())) or "none"
             raise LongmeshError(
-                f"shard_order says dim {dim} is cut by axes {list(axes)}, but the placements "
+                f"shard_order says dim {dim} is sharded over axes {list(axes)}, but the placements "
                 f"{tuple(placements)} shard it over axes {holders}; name exactly those, in the order wanted"
             )
         cuts[dim] = axes

@@ -76,7 +76,7 @@ class DTensorSpec:
 
     @property
     def shard_order(self) -> ShardOrder:
-        """Which axes cut each dim, the outermost first."""
+        """Which axes shard each dim, the outermost first."""
         return self.layout.shard_order
 
     @property
@@ -101,12 +101,12 @@ class DTensorSpec:
 
     @property
     def num_shards(self) -> int:
-        """How many different pieces the tensor is cut into."""
+        """How many different pieces the tensor is split into."""
         return self.layout.num_shards
 
     @property
     def num_shards_map(self) -> list[int]:
-        """For each tensor dim, into how many pieces it is cut."""
+        """For each tensor dim, into how many pieces it is split."""
         sizes = self.layout.mesh.sizes
         counts = [1] * self.ndim
         for dim, axes in self.shard_order:
@@ -116,12 +116,12 @@ class DTensorSpec:
 
     @property
     def dim_map(self) -> list[int]:
-        """For each tensor dim the axis that cuts it, or -1. A dim cut by several axes has no such number."""
+        """For each tensor dim the axis that shards it, or -1. A dim sharded over several axes has no such number."""
         result = [-1] * self.ndim
         for dim, axes in self.shard_order:
             if len(axes) > 1:
                 raise LongmeshError(
-                    f"dim {dim} is cut by axes {list(axes)} and a dim map holds one axis a dim; "
+                    f"dim {dim} is sharded over axes {list(axes)} and a dim map holds one axis a dim; "
                     "read shard_order instead"
                 )
             result[dim] = next(iter(axes))
@@ -137,7 +137,7 @@ class DTensorSpec:
         return self.layout.is_replicated
 
     def is_sharded(self) -> bool:
-        """Whether some axis cuts it."""
+        """Whether some axis shards it."""
         return bool(self.layout.shard_dims)
 
     # -- where a rank's piece lies -------------------------------------------------------------

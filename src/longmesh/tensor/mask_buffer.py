@@ -1,6 +1,6 @@
 """MaskBuffer: the mask of a pending lookup, kept until its sum is taken.
 
-A lookup in a table that is cut by rows gives every rank some row for every index, its own or not. The mask says
+A lookup in a table that is sharded by rows gives every rank some row for every index, its own or not. The mask says
 which are not; it is applied when the ranks' results are added. Each lookup has a buffer of its own, so any
 number may be pending; copies of one pending result share it, each with a reference.
 """

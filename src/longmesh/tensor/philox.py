@@ -54,7 +54,7 @@ class Region:
 
     @property
     def run_dim(self) -> int:
-        """The last dim that is cut: from it on elements lie one after the other; -1 if none is."""
+        """The last dim that is sharded: from it on elements lie one after the other; -1 if none is."""
         return max((d for d, n in enumerate(self.shape) if self.lengths[d] != n), default=-1)
 
     @property

@@ -1,6 +1,6 @@
 """Choose how an op runs: from the layouts its inputs have, the layouts it wants and gives.
 
-A rule's lines hold on one mesh axis. Here they are combined over the axes: every tensor cuts its
+A rule's lines hold on one mesh axis. Here they are combined over the axes: every tensor splits its
 dims by the axes in one common order, one tensor's pending reductions must go together, and lines that
 need equal pieces get them. Of the valid combinations the one whose inputs are cheapest to bring
 there wins; where the inputs lie right already, nothing is searched.
@@ -91,7 +91,7 @@ def _ready_lines(lines: Sequence[AxisRule], layouts: tuple[Layout, ...]) -> tupl
 
 
 def _axis_orders(layouts: tuple[Layout, ...]) -> list[tuple[int, ...]]:
-    """Orders in which the axes may cut: those that an input has now, else left to right."""
+    """Orders in which the axes may shard: those that an input has now, else left to right."""
     default = tuple(range(layouts[0].mesh.ndim))
     orders: list[tuple[int, ...]] = []
     for layout in layouts:

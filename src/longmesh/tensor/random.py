@@ -136,7 +136,7 @@ def sample(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """One rank's part of a random tensor of global `shape`; whole on axes that don't cut it."""
+    """One rank's part of a random tensor of global `shape`; whole on axes that don't shard it."""
     sizes = tuple(shape)
     offset, lengths = layout.local_offset(sizes, coordinate), layout.local_shape(sizes, coordinate)
     if dtype.is_complex:

@@ -57,7 +57,7 @@ class TensorLayout:
     # What torch is told of the stride: None where it is what torch takes a stride to be, which is cheaper to say.
     face_stride: tuple[int, ...] | None
     is_symbolic: bool
-    # Whether a dim between the first and the last is cut: as rows of a matrix the parts would not be one piece each.
+    # Whether a dim between the first and the last is sharded: as rows of a matrix the parts would not be in one piece.
     is_sharded_inside: bool
     kind: Kind
     # Plans to other layouts, once made.

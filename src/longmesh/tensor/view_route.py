@@ -15,7 +15,7 @@ from longmesh.spec import Layout, Replicate, Shard
 
 @dataclass(frozen=True, slots=True)
 class ViewRoute:
-    """How a view of a cut tensor runs when its pieces don't fit: gather `lost` dims, exchange `resized` groups."""
+    """How a view of a sharded tensor runs when its pieces don't fit: gather `lost` dims, exchange `resized` groups."""
 
     lost: tuple[int, ...]
     resized: tuple[tuple[int, int], ...]
@@ -25,7 +25,7 @@ class ViewRoute:
 
 @functools.lru_cache(maxsize=4096)
 def view_route(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) -> ViewRoute | None:
-    """The route of a view, or None where every cut dim keeps its pieces. Pure."""
+    """The route of a view, or None where every sharded dim keeps its pieces. Pure."""
     if 0 in before or not layout.shard_dims:
         return None
     leads = {old[0]: (new[0], len(old) == len(new) == 1) for old, new in view_groups(before, after)}

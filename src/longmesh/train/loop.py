@@ -109,7 +109,7 @@ def train(
 
 
 def build(options: TrainOptions, axes: Axes) -> tuple[nn.Module, AdamW]:
-    """The model, cut over the mesh, and its optimizer: the same weights on any mesh."""
+    """The model, sharded over the mesh, and its optimizer: the same weights on any mesh."""
     names = ("dim", "layers", "heads", "kv_heads", "seed")
     model = Transformer(**{name: getattr(options, name) for name in names}).to(axes.world.device_type)
     cut_model(model, axes)

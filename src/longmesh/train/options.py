@@ -81,7 +81,8 @@ class TrainOptions:
             raise LongmeshError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.kv_heads % self.tensor:
             raise LongmeshError(
-                f"tensor={self.tensor}: heads are cut over the tensor axis, so it must divide kv_heads={self.kv_heads}"
+                f"tensor={self.tensor}: heads are sharded over the tensor axis, so it must divide "
+                f"kv_heads={self.kv_heads}"
             )
         if self.batch % self.data:
             raise LongmeshError(

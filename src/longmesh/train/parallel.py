@@ -2,7 +2,7 @@
 
     data      the sequences of a step are dealt out
     context   each sequence is cut, and attention over it is exact all the same
-    tensor    heads and feed-forward features are cut; parameters are DTensors there
+    tensor    heads and feed-forward features are sharded; parameters are DTensors there
 
 Gradients are summed over data and context in one piece. On one rank nothing of this is used: attention is torch's own.
 """
@@ -83,7 +83,7 @@ def slice_mesh(mesh: DeviceMesh) -> Axes:
 
 
 def cut_model(model: nn.Module, axes: Axes) -> None:
-    """Cut heads and features over the tensor axis."""
+    """Shard heads and features over the tensor axis."""
     if axes.tensor.size() > 1:
         plan = {
             "blocks.*.attention.w[qkv]": ColwiseParallel(),

@@ -182,7 +182,10 @@ MESH = MeshShape((2, 2), ("dp", "tp"))
             "mix pending reductions sum and max, whose result depends on the order",
         ),
         (lambda: Layout(MESH, [S0, S0], [(0, (0, 1)), (0, (1, 0))]), "shard_order names dim 0 twice"),
-        (lambda: Layout(MESH, [S0, R], [(0, (0, 1))]), "dim 0 is cut by axes [0, 1], but the placements"),
+        (
+            lambda: Layout(MESH, [S0, R], [(0, (0, 1))]),
+            "dim 0 is sharded over axes [0, 1], but the placements",
+        ),
         (lambda: Layout(MESH, [S0, R], [(1, (0,))]), "shard it over axes none; name exactly those"),
         (lambda: MeshShape(()), "a mesh needs at least one axis"),
         (lambda: MeshShape((2, 0)), "one rank on each, got sizes (2, 0)"),
@@ -193,7 +196,7 @@ MESH = MeshShape((2, 2), ("dp", "tp"))
         ),
         (
             lambda: DTensorSpec(MESH, [S0, S0], META).dim_map,
-            "dim 0 is cut by axes [0, 1] and a dim map holds one axis",
+            "dim 0 is sharded over axes [0, 1] and a dim map holds one axis",
         ),
         (lambda: DTensorSpec(MESH, [S0, R]).shape, "this spec has no tensor_meta"),
         (lambda: DTensorSpec.from_dim_map(MESH, [2, -1]), "dim 0 names axis 2 of a mesh with 2 axes (2, 2)"),

@@ -24,7 +24,7 @@ UNEVEN_BATCH = "batch=3: each of the data=2 groups takes the same number of sequ
         ({"heads": 4, "kv_heads": 3}, "kv_heads=3 must divide heads=4"),
         (
             {"tensor": 4},
-            "tensor=4: heads are cut over the tensor axis, so it must divide kv_heads=2",
+            "tensor=4: heads are sharded over the tensor axis, so it must divide kv_heads=2",
         ),
         ({"data": 2, "batch": 3}, UNEVEN_BATCH),
     ],

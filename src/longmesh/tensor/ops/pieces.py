@@ -1,4 +1,4 @@
-"""What a handler needs to work along a cut dim: its arguments by name, who holds which piece, and a gather
+"""What a plan needs to work along a sharded dim: its arguments by name, who holds which piece, and a gather
 of small per-piece results.
 
 Which pieces are empty follows from the layout, so every rank knows it of every other: their results are
@@ -43,7 +43,7 @@ def as_dims(given: Any, ndim: int) -> tuple[int, ...]:
 
 
 def cutting_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
-    """The mesh axes that cut any of `dims`, sorted."""
+    """The mesh axes that shard any of `dims`, sorted."""
     return tuple(sorted(axis for dim in dims for axis in layout.cuts(dim)))
 
 
