@@ -10,7 +10,10 @@ from longmesh.recurrent import RecurrentParallel
 from longmesh.testing import cpu_mesh
 from support.recurrences import WHOLE, call_layer, draw, expect, token_dim
 
-LAYERS = ("delta", "delta_diagonal", "linear", "linear_diagonal", "ssd", "selective", "diagonal", "conv")
+LAYERS = (
+    *("delta", "delta_diagonal", "linear", "linear_diagonal", "ssd", "selective", "diagonal", "conv"),
+    *("wkv", "mlstm", "shift"),
+)
 # (tokens, documents, exchange): uneven and empty spans, documents that end at borders and inside chunks
 CASES = (
     (133, None, "gather"),
@@ -18,6 +21,7 @@ CASES = (
     (133, [1, 131, 1], "gather"),
     (133, [60, 3, 1, 40, 29], "scan"),
     (66, [33, 33], "gather"),
+    (67, [[67], [9, 40, 18]], "gather"),
     (5, [2, 3], "scan"),
     (1, None, "gather"),
 )

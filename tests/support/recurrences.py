@@ -62,17 +62,61 @@ def diagonal_loop(x, g, initial, starts) -> tuple[Tensor, Tensor]:
     return _stacked(outputs, x, 1), state
 
 
-def conv_loop(x, weight, bias, starts) -> Tensor:
+def wkv_loop(k, v, decay, first, starts) -> tuple[Tensor, Tensor]:
+    """(batch, tokens, channels)."""
+    numerator = denominator = 0 * decay
+    outputs = []
+    for t in range(k.shape[1]):
+        if t in starts:
+            numerator = denominator = 0 * decay
+        own = (k[:, t] + first).exp()
+        outputs.append((numerator + own * v[:, t]) / (denominator + own))
+        numerator = decay.exp() * numerator + k[:, t].exp() * v[:, t]
+        denominator = decay.exp() * denominator + k[:, t].exp()
+    return _stacked(outputs, v, 1), torch.zeros(1, dtype=v.dtype)
+
+
+def mlstm_loop(q, k, v, i, f, starts) -> tuple[Tensor, Tensor]:
+    """(batch, tokens, heads, features); eps is large, so that what it adds is seen."""
+    outputs = []
+    for t in range(k.shape[1]):
+        if t == 0 or t in starts:
+            memory = torch.zeros(*k.shape[::2], k.shape[-1], v.shape[-1], dtype=v.dtype)
+            norm, most = torch.zeros_like(k[:, 0]), torch.zeros_like(i[:, 0])
+        new = torch.maximum(most + f[:, t], i[:, t])
+        kept, weight = (most + f[:, t] - new).exp()[..., None], (i[:, t] - new).exp()[..., None]
+        memory = kept[..., None] * memory + torch.einsum("bhk,bhv->bhkv", weight * k[:, t], v[:, t])
+        norm, most = kept * norm + weight * k[:, t], new
+        scaled = q[:, t] * k.shape[-1] ** -0.5
+        denominator = (scaled * norm).sum(-1).abs()
+        denominator = torch.maximum(denominator, (-most).exp()) + MLSTM_EPS
+        outputs.append(torch.einsum("bhk,bhkv->bhv", scaled, memory) / denominator[..., None])
+    return _stacked(outputs, v, 1), torch.zeros(1, dtype=v.dtype)
+
+
+def shift_loop(x, starts) -> tuple[Tensor, Tensor]:
+    """(batch, tokens, channels)."""
+    outputs = [x[:, t - 1] if t and t not in starts else 0 * x[:, t] for t in range(x.shape[1])]
+    return _stacked(outputs, x, 1), torch.zeros(1, dtype=x.dtype)
+
+
+def conv_loop(x, weight, bias, initial, starts) -> tuple[Tensor, Tensor]:
+    """(batch, channels, tokens); `initial` holds the width - 1 tokens before the first."""
     width, outputs = weight.shape[1], []
+    given = torch.cat([initial, x], -1)
+    firsts = [max((s for s in starts if s <= t), default=1 - width) for t in range(x.shape[2] + 1)]
     for t in range(x.shape[2]):
-        first = max((s for s in starts if s <= t), default=0)
         total = bias.expand(x.shape[0], -1)
         for j in range(width):
             at = t - width + 1 + j
-            if at >= first:
-                total = total + weight[:, j] * x[..., at]
+            if at >= firsts[t]:
+                total = total + weight[:, j] * given[..., at + width - 1]
         outputs.append(total)
-    return torch.nn.functional.silu(_stacked(outputs, x, 2))
+    last = [
+        given[..., at + width - 1] * (at >= firsts[-2] if x.shape[2] else 1)
+        for at in range(x.shape[2] - width + 1, x.shape[2])
+    ]
+    return torch.nn.functional.silu(_stacked(outputs, x, 2)), torch.stack(last, -1)
 
 
 def _stacked(outputs: list[Tensor], like: Tensor, dim: int) -> Tensor:
@@ -117,6 +161,23 @@ def draw(layer: str, seq_len: int, dtype: torch.dtype = torch.float64, rows: int
             "g": -2 * uniform(rows, seq_len, 4),
             "initial": normal(rows, 4),
         }
+    elif layer == "wkv":
+        drawn = {
+            "k": 3 * normal(rows, seq_len, 4),
+            "v": normal(rows, seq_len, 4),
+            "decay": -uniform(4),
+            "first": normal(4),
+        }
+    elif layer == "mlstm":
+        drawn = {
+            "q": normal(*tokens, keys),
+            "k": normal(*tokens, keys),
+            "v": normal(*tokens, values),
+            "i": 3 * normal(*tokens),
+            "f": -uniform(*tokens),
+        }
+    elif layer == "shift":
+        drawn = {"x": normal(rows, seq_len, 4)}
     elif layer == "selective":
         drawn = {
             "x": normal(rows, 4, seq_len),
@@ -129,10 +190,13 @@ def draw(layer: str, seq_len: int, dtype: torch.dtype = torch.float64, rows: int
         }
     else:
         drawn = {"x": normal(rows, 4, seq_len), "weight": normal(4, 4), "bias": normal(4)}
+        drawn["initial"] = normal(rows, 4, 3)
     return {name: value.to(dtype).requires_grad_() for name, value in drawn.items()}
 
 
-WHOLE = ("A", "D", "initial", "weight", "bias")
+WHOLE = ("A", "D", "initial", "weight", "bias", "decay", "first")
+SHARED = tuple(name for name in WHOLE if name != "initial")  # by all rows of a batch
+MLSTM_EPS = 0.1
 LOOPS = {
     "delta": delta_loop,
     "delta_diagonal": delta_loop,
@@ -141,6 +205,10 @@ LOOPS = {
     "ssd": ssd_loop,
     "selective": selective_loop,
     "diagonal": diagonal_loop,
+    "wkv": wkv_loop,
+    "mlstm": mlstm_loop,
+    "shift": shift_loop,
+    "conv": conv_loop,
 }
 
 
@@ -149,14 +217,20 @@ def token_dim(layer: str) -> int:
 
 
 def call_layer(rp, layer: str, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The layer by RecurrentParallel: outputs of its tokens, and the final state (zeros of a convolution)."""
+    """The layer by RecurrentParallel: outputs of its tokens, and the final state (zeros of one that returns none)."""
     given = dict(given)
-    if layer == "conv":
-        out = rp.causal_conv1d(given["x"], given["weight"], given["bias"], "silu")
-        return out, torch.zeros(1, dtype=out.dtype)
-    initial = given.pop("initial")
+    initial = given.pop("initial", None)
     values = list(given.values())
+    nothing = torch.zeros(1, dtype=values[0].dtype)
     match layer:
+        case "wkv":
+            return rp.wkv(*values), nothing
+        case "mlstm":
+            return rp.mlstm(*values, eps=MLSTM_EPS), nothing
+        case "shift":
+            return rp.token_shift(*values), nothing
+        case "conv":
+            return rp.causal_conv1d(*values, "silu", initial_state=initial, final=True)
         case "delta" | "delta_diagonal":
             return rp.gated_delta_rule(*values, scale=1.0, initial_state=initial, final=True)
         case "linear" | "linear_diagonal":
@@ -169,9 +243,13 @@ def call_layer(rp, layer: str, given: dict[str, Tensor]) -> tuple[Tensor, Tensor
             return rp.selective_scan(*values, initial_state=initial, final=True)
 
 
-def expect(layer: str, given: dict[str, Tensor], documents: list[int] | None) -> tuple[Tensor, Tensor]:
-    starts = starts_of(documents)
-    if layer == "conv":
-        out = conv_loop(given["x"], given["weight"], given["bias"], starts)
-        return out, torch.zeros(1, dtype=out.dtype)
-    return LOOPS[layer](*given.values(), starts)
+def expect(layer: str, given: dict[str, Tensor], documents: list | None) -> tuple[Tensor, Tensor]:
+    """By the loop; documents of several rows, row by row."""
+    if documents and isinstance(documents[0], list):
+        rows = [
+            expect(layer, {n: x if n in SHARED else x[r : r + 1] for n, x in given.items()}, row)
+            for r, row in enumerate(documents)
+        ]
+        outputs, states = zip(*rows, strict=True)
+        return torch.cat(outputs), torch.cat(states) if "initial" in given else states[0]
+    return LOOPS[layer](*given.values(), starts_of(documents))

@@ -80,6 +80,7 @@ SMALL: dict[str, Any] = {
 }
 _LEFT_OUT: Any = object()
 _WINDOW_AND_FULL = ["sliding_attention", "full_attention"]
+_ZAMBA = ["linear_attention", "linear_attention", "hybrid"] * 2
 BESIDES: dict[str, dict[str, Any]] = {
     "falcon": {"num_kv_heads": 4, "multi_query": False},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 9},
@@ -98,18 +99,33 @@ BESIDES: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * 4,
     },
     "longcat_flash": {"num_layers": 1, "head_dim": 8, "qk_head_dim": 16},
-    "zamba": {"num_hidden_layers": 8, "attn_layer_offset": 1, "attn_layer_period": 3, "mamba_n_heads": 2},
-    "zamba2": {
-        "num_hidden_layers": 8,
-        "hybrid_layer_ids": [2, 5],
-        "layers_block_type": _LEFT_OUT,
+    "zamba": {
         "layer_types": _LEFT_OUT,
+        "layers_block_type": _ZAMBA,
+        "num_hidden_layers": 6,
+        "head_dim": _LEFT_OUT,
+    },
+    "zamba2": {
+        "layer_types": _LEFT_OUT,
+        "layers_block_type": _ZAMBA,
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 4,
+        "head_dim": _LEFT_OUT,
     },
     "qwen4_exp_text": {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 2,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 8,
+        "ple_embed_dim": 8,
+        "ngram_vocab_size_base": 64,
+        "split_ngram_parts": 1,
     },
     "qwen2_moe": {"use_sliding_window": True},
     "roc_bert": {"shape_vocab_size": 61, "pronunciation_vocab_size": 61},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ class OpenBatch:
 
     `positions`: None if the batch gave none. `padding`: 1 for tokens, 0 for padding, None if there is none.
     `is_packed`: whether rows hold several documents. `types`: of tokens, for masks that depend on
-    them. `documents`: their lengths, asked for by layers with a state.
+    them. `documents`: their lengths, with padding as documents of its own or without, asked for by layers with a
+    state.
     """
 
     def __init__(
@@ -33,13 +33,14 @@ class OpenBatch:
         positions: Tensor | None,
         padding: Tensor | None,
         is_packed: bool,
-        documents: Callable[[], list[list[int]]],
+        documents: Callable[[bool], list[list[int]]],
         types: Tensor | None = None,
     ) -> None:
         self.types = types
         self._blocks: dict[Callable[[Tensor], Tensor], masks.Mask] = {}
         self.cut, self.tokens, self.padding, self.is_packed = cut, tokens, padding, is_packed
         self._documents = documents
+        self._recurrent: dict[tuple[bool, bool], RecurrentParallel] = {}
         self.has_positions = positions is not None
         self.positions = counted(tokens, tokens, -1) if positions is None else positions
         self.local_positions = self.cut.lead.shard(self.positions, -1)
@@ -48,11 +49,23 @@ class OpenBatch:
     def rows(self) -> int:
         return self.tokens.shape[0]
 
-    @functools.cached_property
-    def recurrent(self) -> RecurrentParallel:
-        """Recurrent layers over this batch, whose tokens must lie in order."""
+    def recurrent(self, *, whole: bool = False, through_padding: bool = False) -> RecurrentParallel:
+        """Recurrent layers over this batch, whose tokens must lie in order.
+
+        `whole`: of layers that were given the whole sequence. `through_padding`: padding is part of the document beside
+        it.
+        """
+        key = whole, through_padding and self.padding is not None
+        if key not in self._recurrent:
+            self._recurrent[key] = self._make_recurrent(*key)
+        return self._recurrent[key]
+
+    def _make_recurrent(self, whole: bool, through_padding: bool) -> RecurrentParallel:
         cut = self.cut
-        layers = RecurrentParallel(cut.mesh, seq_len=cut.seq_len, documents=self._documents())
+        documents = self._documents(not through_padding)
+        layers = RecurrentParallel(None if whole else cut.mesh, seq_len=cut.seq_len, documents=documents)
+        if whole:
+            return layers
         spans = [layers.plan.span(rank) for rank in range(layers.plan.num_ranks)]
         in_order = tuple(((start, stop),) if start < stop else () for start, stop in spans)
         if any(tuple(row.ownership.pieces) != in_order for row in cut.lead.plan.rows):
@@ -61,11 +74,6 @@ class OpenBatch:
                 f"and layout {cut.layout} deals them out; give model=model, or layout='ordered'"
             )
         return layers
-
-    @functools.cached_property
-    def recurrent_whole(self) -> RecurrentParallel:
-        """The same for layers that were given the whole sequence."""
-        return RecurrentParallel(None, seq_len=self.cut.seq_len, documents=self._documents())
 
     @property
     def left_padding(self) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ def context_parallel(
         padding=padding,
         is_packed=packed,
         types=batch[types[0]] if types else None,
-        documents=lambda: document_lengths(padding, in_order, cu_seqlens),
+        documents=lambda apart: document_lengths(padding, in_order, cu_seqlens, apart=apart),
     )
     part["position_ids"] = whole.local_positions
     handlers: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -51,9 +51,14 @@ def _without_padding(padding: Tensor) -> masks.Mask:
 
 
 def document_lengths(
-    padding: Tensor | None, positions: Tensor, cu_seqlens: Tensor | Sequence[int] | None
+    padding: Tensor | None,
+    positions: Tensor,
+    cu_seqlens: Tensor | Sequence[int] | None,
+    *,
+    apart: bool = True,
 ) -> list[list[int]]:
-    """The lengths of the documents of each row, padding being documents of its own; for layers with a state."""
+    """The lengths of the documents of each row, for layers with a state. Padding is documents of its own, or if not
+    `apart` a part of what is beside it."""
     rows, seq_len = positions.shape
     begins = torch.zeros((rows, max(seq_len - 1, 0)), dtype=torch.bool)
     if cu_seqlens is not None:
@@ -61,7 +66,7 @@ def document_lengths(
         begins[:, [bound - 1 for bound in bounds if 0 < bound < seq_len]] = True
     elif padding is None:
         begins = positions.diff(dim=1).cpu() != 1
-    if padding is not None:
+    if padding is not None and apart:
         begins = begins | (padding.bool().diff(dim=1).cpu())
         real = padding.bool()
         first, last = real.int().argmax(1), seq_len - 1 - real.flip(1).int().argmax(1)

@@ -19,7 +19,7 @@ from longmesh.comm import AxisGroup
 from longmesh.comm.p2p import Pending, start_all_to_all
 from longmesh.recurrent.plan import RecurrentPlan
 from longmesh.recurrent.rounds import Message, Rounds, choose_rounds
-from longmesh.recurrent.transition import apply, compose
+from longmesh.recurrent.transition import Algebra
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Chain:
         return choose_rounds(self.plan, state * width, passing * width, backward=backward, scheme=self.scheme)
 
     def start(
-        self, transition: Tensor, update: Tensor, *, is_matrix: bool, backward: bool = False
+        self, transition: Tensor, update: Tensor, *, algebra: Algebra, backward: bool = False
     ) -> Incoming:
         """Send this rank's map on its way. `update` is (batch, ...); rows of the plan are rows of the batch."""
         rounds = self.rounds(transition, update, backward=backward)
         rows = len(self.plan.starts)
         own = {row: Map(transition[_row(row, rows)], update[_row(row, rows)]) for row in range(rows)}
-        return Incoming(self, rounds.rounds, own, is_matrix, transition.shape, update)
+        return Incoming(self, rounds.rounds, own, algebra, update)
 
     def send(self, messages: Sequence[Message], maps: dict[int, Map], like: Map) -> Pending:
         """Start one round; `like` has the sizes of a row's map."""
@@ -99,12 +99,11 @@ class Incoming:
         chain: Chain,
         rounds: tuple[tuple[Message, ...], ...],
         own: dict[int, Map],
-        is_matrix: bool,
-        transition_shape: torch.Size,
+        algebra: Algebra,
         update: Tensor,
     ) -> None:
         self._chain, self._rounds, self._own = chain, rounds, own
-        self._is_matrix, self._update = is_matrix, update
+        self._algebra, self._update = algebra, update
         self._first = chain.send(rounds[0], own, own[0]) if rounds else None
 
     def wait(self) -> Tensor | None:
@@ -116,8 +115,8 @@ class Incoming:
         for messages in self._rounds[1:]:
             buffer = chain.send(messages, folded, like).wait()
             for message, arrived in chain.receive(messages, buffer, like):
-                folded[message.row] = _after(folded[message.row], arrived, self._is_matrix)
-        out = torch.zeros_like(self._update)
+                folded[message.row] = _after(folded[message.row], arrived, self._algebra)
+        out = torch.full_like(self._update, self._algebra.nothing)
         for row, found in folded.items():
             out[_row(row, len(self._own))] = found.update
         return out
@@ -129,17 +128,17 @@ class Incoming:
         distance = {source: abs(source - self._chain.rank) for _, source in by_place}
         for row, source in sorted(by_place, key=lambda key: (key[0], distance[key[1]])):
             found = by_place[row, source]
-            folded[row] = _after(folded[row], found, self._is_matrix) if row in folded else found
+            folded[row] = _after(folded[row], found, self._algebra) if row in folded else found
         return folded
 
 
-def _after(later: Map, earlier: Map, is_matrix: bool) -> Map:
+def _after(later: Map, earlier: Map, algebra: Algebra) -> Map:
     """The map of `earlier` followed by `later`."""
     assert later.transition is not None, "a map that something passes through has its T"
     transition = None
     if earlier.transition is not None:
-        transition = compose(later.transition, earlier.transition, is_matrix)
-    return Map(transition, apply(later.transition, earlier.update, is_matrix) + later.update)
+        transition = algebra.compose(later.transition, earlier.transition)
+    return Map(transition, algebra.add(algebra.apply(later.transition, earlier.update), later.update))
 
 
 def _row(row: int, rows: int) -> slice:

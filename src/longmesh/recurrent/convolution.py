@@ -22,41 +22,72 @@ from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain
 
 
-def convolve(chain: Chain, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """x (B, D, T), weight (D, width): the same shape as x. Collective."""
-    width = weight.shape[-1]
-    start, stop = chain.plan.span(chain.rank)
-    reach = chain.plan.reach(chain.rank, width - 1)
-    padded = _fetch(chain, x, width)
-    if start == stop:  # no token; the weights still get their gradients, of zero
-        empty = padded * weight[:, :1]
-        return empty if bias is None else empty + bias[:, None]
-    padded = torch.nn.functional.pad(padded, (width - 1 - reach, 0))
-    marks = chain.plan.marks_before(chain.rank, width - 1)
-    if marks is None:
+def convolve(
+    chain: Chain,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    initial: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x (B, D, T), weight (D, width): the same shape as x, and the last tokens, (B, D, width - 1). Collective."""
+    if activation not in (None, "silu", "swish"):
+        raise LongmeshError(f"causal_conv1d(activation={activation!r}): give None, 'silu' or 'swish'")
+    width, num_tokens = weight.shape[-1], x.shape[-1]
+    padded = with_tokens_before(chain, x, width - 1, initial)
+    begun = documents_begun(chain, width - 1, x.device)
+    if num_tokens == 0:  # the weights still get their gradients, of zero
+        out = padded[..., :0] * weight[:, :1]
+        out = out if bias is None else out + bias[:, None]
+    elif begun is None:
         out = torch.nn.functional.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.shape[0])
     else:
-        begun = torch.from_numpy(marks.cumsum(axis=1)).to(x.device)  # documents begun up to each token
         out = x.new_zeros(x.shape) if bias is None else bias[:, None].expand_as(x)
         for j in range(width):
-            tokens = slice(j, j + stop - start)
+            tokens = slice(j, j + num_tokens)
             same = (begun[:, tokens] == begun[:, width - 1 :]).to(x.dtype).unsqueeze(1)
             out = out + weight[:, j, None] * (padded[..., tokens] * same)
-    if activation is None:
-        return out
-    if activation in ("silu", "swish"):
-        return torch.nn.functional.silu(out)
-    raise LongmeshError(f"causal_conv1d(activation={activation!r}): give None, 'silu' or 'swish'")
+    last = padded[..., padded.shape[-1] - (width - 1) :]
+    if begun is not None and width > 1:
+        last = last * (begun[:, -(width - 1) :] == begun[:, -1:]).to(x.dtype).unsqueeze(1)
+    return out if activation is None else torch.nn.functional.silu(out), last
 
 
-def _fetch(chain: Chain, x: Tensor, width: int) -> Tensor:
-    """x with the tokens before it that its documents need."""
+def shift(chain: Chain, x: Tensor) -> Tensor:
+    """x (B, D, T): the token before each, zero where a document begins. Collective."""
+    padded = with_tokens_before(chain, x, 1, None)[..., : x.shape[-1]]
+    begun = documents_begun(chain, 1, x.device)
+    if begun is None:
+        return padded
+    return padded * (begun[:, :-1] == begun[:, 1:]).to(x.dtype).unsqueeze(1)
+
+
+def with_tokens_before(chain: Chain, x: Tensor, count: int, initial: Tensor | None) -> Tensor:
+    """x with `count` tokens before it: of its documents, `initial` before the first, else zeros. Collective."""
+    start, stop = chain.plan.span(chain.rank)
+    found = _fetch(chain, x, count)
+    missing = count + stop - start - found.shape[-1]
+    if initial is None:
+        return torch.nn.functional.pad(found, (missing, 0))
+    # Position p < 0 is column count + p of `initial`; between it and what was found are other documents.
+    given = initial[..., min(start, count) :].to(x.dtype)  # perhaps none of it: it still gets a gradient
+    return torch.cat([given, torch.nn.functional.pad(found, (missing - given.shape[-1], 0))], -1)
+
+
+def documents_begun(chain: Chain, count: int, device: torch.device) -> Tensor | None:
+    """(rows, count + tokens): how many documents have begun up to each token and the `count` before; None if none."""
+    marks = chain.plan.marks_before(chain.rank, count)
+    return None if marks is None else torch.from_numpy(marks.cumsum(axis=1)).to(device)
+
+
+def _fetch(chain: Chain, x: Tensor, count: int) -> Tensor:
+    """x with those of the `count` tokens before it that its documents need."""
     plan = chain.plan
     if chain.group is None:
         return x
     have = [plan.span(rank) for rank in chain.members]
     need = [
-        (start - plan.reach(rank, width - 1), stop)
+        (start - plan.reach(rank, count), stop)
         for rank, (start, stop) in zip(chain.members, have, strict=True)
     ]
     return _Halo.apply(x, have, need, chain.group)  # type: ignore[return-value]

@@ -24,7 +24,7 @@ from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain, Incoming
 from longmesh.recurrent.chunks import Chunks
 from longmesh.recurrent.kernel.form import Kernel
-from longmesh.recurrent.transition import Transitions, apply
+from longmesh.recurrent.transition import Transitions
 
 
 def run(
@@ -67,7 +67,7 @@ class _Recurrence(torch.autograd.Function):
         segments = list(_segments(kernel, chunks))
         forms = [kernel.form(_take(inputs, where), part) for where, part in segments]
         values = torch.cat([form.transitions.values for form in forms])
-        transitions = Transitions(values, forms[0].transitions.is_matrix)
+        transitions = Transitions(values, forms[0].transitions.algebra)
         updates = torch.cat([form.updates for form in forms])
         entering = initial if chain.rank == 0 else None
         incoming = _start(chain, transitions, updates, entering)
@@ -78,7 +78,7 @@ class _Recurrence(torch.autograd.Function):
         ]
         kept = [reading.kept for reading in readings if reading.kept is not None]
         ctx.kernel, ctx.chain, ctx.chunks, ctx.has_initial = kernel, chain, chunks, initial is not None
-        ctx.is_matrix, ctx.num_kept = transitions.is_matrix, len(kept)
+        ctx.algebra, ctx.num_kept = transitions.algebra, len(kept)
         ctx.save_for_backward(values, states, *kept, *inputs)
         return torch.cat(outputs), last
 
@@ -103,7 +103,7 @@ def _differentiate_all(ctx: Any, grad_outputs: Tensor, grad_last: Tensor) -> tup
         for i, (where, part) in enumerate(segments)
     ]
     arriving, grad_initial = _scan_backward(
-        chain, Transitions(values, ctx.is_matrix), torch.cat(by_outputs), grad_last
+        chain, Transitions(values, ctx.algebra), torch.cat(by_outputs), grad_last
     )
     found = [
         _differentiate(
@@ -138,7 +138,7 @@ def _differentiate(
         leaves = [x.detach().requires_grad_() for x in inputs]
         form = kernel.form(leaves, chunks)
         outputs = form.reading().outputs(states)
-        leaving = apply(form.transitions.values, states, form.transitions.is_matrix) + form.updates
+        leaving = form.transitions.algebra.apply(form.transitions.values, states) + form.updates
     return torch.autograd.grad((outputs, leaving), leaves, (grad_outputs, arriving))
 
 
@@ -149,7 +149,7 @@ def _start(
     if not chain.plan.crosses:
         return None
     own = _last_state(transitions, updates, entering)
-    return chain.start(transitions.whole(), own, is_matrix=transitions.is_matrix)
+    return chain.start(transitions.whole(), own, algebra=transitions.algebra)
 
 
 def _scan_forward(
@@ -175,7 +175,7 @@ def _scan_backward(
     gradient = grad_last
     if chain.plan.crosses:
         own = _last_state(back, grad_states.flip(0), grad_last)
-        arriving = chain.start(back.whole(), own, is_matrix=back.is_matrix, backward=True).wait()
+        arriving = chain.start(back.whole(), own, algebra=back.algebra, backward=True).wait()
         if arriving is not None:
             gradient = gradient + arriving
     leaving = torch.empty_like(grad_states)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from longmesh.comm.agree import agree
 from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain
 from longmesh.recurrent.chunks import Chunks, chunks_of
-from longmesh.recurrent.convolution import convolve
+from longmesh.recurrent.convolution import convolve, shift
 from longmesh.recurrent.explain import LayerStats, explain, layer_stats
 from longmesh.recurrent.function import run
 from longmesh.recurrent.gather import gather_tokens, share_last
@@ -37,6 +37,8 @@ from longmesh.recurrent.kernel.form import Kernel
 from longmesh.recurrent.kernel.linear import LinearAttention
 from longmesh.recurrent.kernel.selective import SelectiveScan
 from longmesh.recurrent.plan import RecurrentPlan, Starts, documents_of_positions, plan_recurrent
+from longmesh.recurrent.running_max import RunningMax, running_max
+from longmesh.recurrent.scaled import mlstm, state_dtype, wkv
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -235,18 +237,82 @@ class RecurrentParallel:
         """h_t = exp(decay) h + x of each channel by itself: (batch, tokens, channels), as an RG-LRU has it."""
         return self._run(DiagonalScan(), [x, decay], x.dtype, initial_state, final)
 
-    def causal_conv1d(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
-    ) -> Tensor:
-        """A causal convolution of each channel: x (batch, channels, tokens), weight (channels, width)."""
-        run = self._convolve
-        if torch.compiler.is_compiling():  # the graph ends here and goes on after the call
-            run = cast(Callable[..., Tensor], torch.compiler.disable(run))
-        return run(x, weight, bias, activation)
+    def wkv(self, k: Tensor, v: Tensor, decay: Tensor, first: Tensor) -> Tensor:
+        """RWKV 4: the mean of v over earlier tokens, weighted by exp(k) and decaying, with the token itself weighted by
+        exp(k + first): (batch, tokens, channels).
 
-    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        self._enter("causal_conv1d", [x], 2, (weight.shape[-1], bias is not None))
-        return convolve(self.chain, x, weight, bias, activation)
+        `decay`, a logarithm, and `first` have one number per channel.
+        """
+        return self._eagerly(wkv)(self, k, v, decay, first)
+
+    def mlstm(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, eps: float = 1e-6) -> Tensor:
+        """xLSTM's matrix memory: C_t = exp(f) C + exp(i) k v', n_t = exp(f) n + exp(i) k, and
+        q' C / max(|q' n|, 1): (batch, tokens, heads, V).
+
+        q, k (batch, tokens, heads, K), v (.., V); i and f, logarithms, (batch, tokens, heads). q is divided by sqrt(K).
+        `eps` is added to the denominator when both are divided by exp(m): m_t = max(m + f, i), from 0.
+        """
+        return self._eagerly(mlstm)(self, q, k, v, i, f, eps)
+
+    def running_max(self, x: Tensor, decay: Tensor) -> RunningMax:
+        """m_t = max(m + decay, x) of each channel: (batch, tokens, channels), without gradients."""
+        self._enter("running_max", [x], 1, ())
+        found = running_max(self.chain, self._chunks(64, x.dtype, x.device), x.detach(), decay.detach())
+        size = x.shape[0] * x.shape[2] // len(self.plan.starts) * x.element_size()
+        self._sizes["running maximum"] = size, size
+        return found
+
+    @property
+    def begins(self) -> Tensor:
+        """(rows, tokens): where documents begin among this rank's tokens, the sequence's first one included."""
+        marks = self.plan.marks(self.rank)
+        begins = (
+            torch.zeros(1, self.num_tokens, dtype=torch.bool) if marks is None else torch.from_numpy(marks)
+        )
+        begins[:, : int(self.plan.span(self.rank)[0] == 0)] = True
+        return begins
+
+    def token_shift(self, x: Tensor) -> Tensor:
+        """The token before each, zero where a document begins: (batch, tokens, channels)."""
+        return self._eagerly(self._shift)(x)
+
+    def _shift(self, x: Tensor) -> Tensor:
+        self._enter("token_shift", [x], 1, ())
+        return shift(self.chain, x.mT).mT
+
+    def causal_conv1d(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        *,
+        initial_state: Tensor | None = None,
+        final: bool = False,
+    ) -> Result:
+        """A causal convolution of each channel: x (batch, channels, tokens), weight (channels, width).
+
+        A state is the width - 1 tokens before the next one: (batch, channels, width - 1).
+        """
+        return self._eagerly(self._convolve)(x, weight, bias, activation, initial_state, final)
+
+    def _convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        initial: Tensor | None,
+        final: bool,
+    ) -> Result:
+        given = (weight.shape[-1], bias is not None, initial is not None, final)
+        self._enter("causal_conv1d", [x], 2, given)
+        out, last = convolve(self.chain, x, weight, bias, activation, initial)
+        return (out, share_last(self.chain, last)) if final else out
+
+    def _eagerly(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Where a compiler traces, the graph ends before the call and goes on after it."""
+        return torch.compiler.disable(run) if torch.compiler.is_compiling() else run
 
     def _run(
         self,
@@ -257,10 +323,7 @@ class RecurrentParallel:
         final: bool,
         dim: int = 1,
     ) -> Result:
-        if torch.compiler.is_compiling():  # the graph ends here and goes on after the call
-            run_eagerly = cast(Callable[..., Result], torch.compiler.disable(self._run_eagerly))
-            return run_eagerly(kernel, inputs, dtype, initial, final, dim)
-        return self._run_eagerly(kernel, inputs, dtype, initial, final, dim)
+        return self._eagerly(self._run_eagerly)(kernel, inputs, dtype, initial, final, dim)
 
     def _run_eagerly(
         self,
@@ -272,7 +335,7 @@ class RecurrentParallel:
         dim: int,
     ) -> Result:
         self._enter(kernel.name, inputs, dim, (initial is not None, final))
-        wide = torch.float64 if any(x.dtype is torch.float64 for x in inputs) else torch.float32
+        wide = state_dtype(*inputs)
         inputs = [x.to(wide) for x in inputs]
         chunks = self._chunks(kernel.chunk, wide, inputs[0].device)
         initial = None if initial is None else initial.to(wide)

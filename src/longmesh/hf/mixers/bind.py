@@ -15,13 +15,18 @@ from typing import Any
 
 from torch import nn
 
-from longmesh.hf.mixers import convolution, delta, mamba, minimax, recurrent_gemma
+from longmesh.hf.mixers import convolution, delta, mamba, minimax, recurrent_gemma, rwkv, xlstm, zaya
+from longmesh.hf.mixers.bind_globals import with_globals
 
 KERNELS: dict[str, Callable[..., Any]] = {**convolution.KERNELS, **delta.KERNELS, **mamba.KERNELS}
 # Layers that write their recurrence out, by class: what of them is replaced.
 WRITTEN_OUT = {
     "MiniMaxLightningAttention": minimax.parts,
     "RecurrentGemmaRecurrentBlock": recurrent_gemma.parts,
+    "RwkvSelfAttention": rwkv.parts,
+    "RwkvFeedForward": rwkv.parts,
+    "xLSTMBackend": xlstm.parts,
+    "ZayaCCAProjection": zaya.parts,
 }
 
 
@@ -40,7 +45,7 @@ def _calls_kernels(module: nn.Module) -> bool:
 def bind_mixer(mixer: nn.Module) -> Callable[[], None]:
     """Let a mixer run with our kernels. Returns what undoes it."""
     parts = WRITTEN_OUT.get(type(mixer).__name__)
-    replaced = [(mixer, "forward", _with_kernels(mixer))] if parts is None else parts(mixer)
+    replaced = [(mixer, "forward", with_globals(mixer, KERNELS))] if parts is None else parts(mixer)
     before = [(module, name, module.__dict__.get(name)) for module, name, _ in replaced]
     for module, name, function in replaced:
         setattr(module, name, types.MethodType(function, module))
@@ -52,15 +57,3 @@ def bind_mixer(mixer: nn.Module) -> Callable[[], None]:
                 setattr(module, name, was)
 
     return undo
-
-
-def _with_kernels(mixer: nn.Module) -> types.FunctionType:
-    """The forward of the mixer's class with our kernels among its globals."""
-    forward = inspect.unwrap(type(mixer).forward)
-    assert isinstance(forward, types.FunctionType), f"{type(mixer).__name__}.forward is no Python function"
-    globals_ = {**forward.__globals__, **KERNELS}
-    copy = types.FunctionType(
-        forward.__code__, globals_, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy

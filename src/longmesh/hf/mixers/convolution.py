@@ -14,18 +14,21 @@ def causal_conv1d_fn(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
+    *,
+    through_padding: bool = False,
     **kwargs: Any,
 ) -> Tensor:
     """(batch, channels, tokens), as transformers' function of this name."""
     from transformers.activations import ACT2FN
 
-    layers = current_recurrence()
+    layers = current_recurrence(through_padding=through_padding)
     x = hidden_states.to(weight.dtype)
     if layers is None:  # looked at: each token alone
         out = x * weight.sum(-1)[:, None]
         out = out if bias is None else out + bias[:, None]
     else:
         out = layers.causal_conv1d(x, weight, bias)
+        assert isinstance(out, Tensor), "no final state was asked for"
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longmesh.errors import LongmeshError
 from longmesh.hf.mixers.convolution import causal_conv1d_fn
 from longmesh.hf.mixers.state import current_recurrence, refuse_cache
-from longmesh.hf.open_batch import current_batch
+
+_NEVER = -1e4  # the logarithm of a decay to nothing
 
 
 def convolve(self: Any, x: Tensor) -> Tensor:
     """nn.Conv1d.forward of a causal convolution; the block takes as many outputs as there are tokens."""
-    return causal_conv1d_fn(x, self.weight.squeeze(1), self.bias)
+    return causal_conv1d_fn(x, self.weight.squeeze(1), self.bias, through_padding=True)
 
 
 def scan(
@@ -26,20 +26,14 @@ def scan(
     recurrent_states: Tensor | None,
     acc_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, None]:
-    """RecurrentGemmaRglru._rnn_scan: documents begin where the batch says, which is where positions are 0."""
+    """RecurrentGemmaRglru._rnn_scan: the state begins again where positions are 0, and runs through padding."""
     if recurrent_states is not None:
         refuse_cache()
-    batch = current_batch()
-    if batch is not None and any(batch.left_padding):
-        raise LongmeshError(
-            "hf.context_parallel: RecurrentGemma lets its state run through padding into the tokens after it; pad on "
-            "the right"
-        )
-    layers = current_recurrence()
+    layers = current_recurrence(through_padding=True)
     if layers is None:
         return hidden_states * (1 + recurrent_gate.tanh()), None
-    # Where a document begins the gate counts for nothing; a logarithm of 0 must not enter the running sums.
-    decay = recurrent_gate.masked_fill(reset, 1.0).log()
+    # At position 0 nothing is kept; a logarithm of 0 must not enter the running sums.
+    decay = torch.where(reset, _NEVER, recurrent_gate.masked_fill(reset, 1.0).log())
     out = layers.diagonal_scan(hidden_states, decay)
     assert isinstance(out, Tensor)
     return out, None

@@ -13,13 +13,16 @@ from longmesh.hf.open_batch import current_batch, current_look, is_whole
 from longmesh.recurrent import RecurrentParallel
 
 
-def current_recurrence() -> RecurrentParallel | None:
-    """None while a model is only looked at: each token is then computed alone."""
+def current_recurrence(*, through_padding: bool = False) -> RecurrentParallel | None:
+    """None while a model is only looked at: each token is then computed alone.
+
+    `through_padding`: of a layer that knows no padding, whose state runs through that on the left into the tokens.
+    """
     if current_look() is not None:
         return None
     batch = current_batch()
     assert batch is not None, "mixers are bound inside a scope only"
-    return batch.recurrent_whole if is_whole() else batch.recurrent
+    return batch.recurrent(whole=is_whole(), through_padding=through_padding)
 
 
 def tokens_alone(value: Tensor, others: Sequence[Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from longmesh.recurrent.chunks import Chunks
 from longmesh.recurrent.kernel.decay import decayed_products
 from longmesh.recurrent.kernel.form import Form, MatrixKernel, MatrixReading
-from longmesh.recurrent.transition import Transitions
+from longmesh.recurrent.transition import MATRIX, Transitions
 
 
 class GatedDeltaRule(MatrixKernel):
@@ -52,4 +52,4 @@ class GatedDeltaRule(MatrixKernel):
             local, seen = (decayed_products(q, k, decay, chunks) @ solved).split(sizes, -1)
             return MatrixReading(q * entering - seen, local)
 
-        return Form(Transitions(torch.diag_embed(kept) - passed, is_matrix=True), updates, reading)
+        return Form(Transitions(torch.diag_embed(kept) - passed, MATRIX), updates, reading)

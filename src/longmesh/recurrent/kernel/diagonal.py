@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longmesh.recurrent.chunks import Chunks
 from longmesh.recurrent.kernel.form import Form
-from longmesh.recurrent.transition import Transitions
+from longmesh.recurrent.transition import ELEMENTWISE, Transitions
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class DiagonalScan:
         local = _walk(x, g, chunks)
         passing = left[..., -1, :]
         return Form(
-            Transitions(passing, is_matrix=False), local[..., -1, :], lambda: DiagonalReading(left, local)
+            Transitions(passing, ELEMENTWISE), local[..., -1, :], lambda: DiagonalReading(left, local)
         )
 
     def adjoint(

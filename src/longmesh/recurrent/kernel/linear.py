@@ -18,7 +18,7 @@ from torch import Tensor
 from longmesh.recurrent.chunks import Chunks
 from longmesh.recurrent.kernel.decay import decayed_products
 from longmesh.recurrent.kernel.form import Form, MatrixKernel, MatrixReading
-from longmesh.recurrent.transition import Transitions
+from longmesh.recurrent.transition import ELEMENTWISE, Transitions
 
 
 class LinearAttention(MatrixKernel):
@@ -40,4 +40,4 @@ class LinearAttention(MatrixKernel):
             scores = decayed_products(q, k, decay, chunks)
             return MatrixReading(chunks.entering(q * decay.exp()), scores @ v)
 
-        return Form(Transitions(chunks.passing(whole.exp()).mT, is_matrix=False), leaving.mT @ v, reading)
+        return Form(Transitions(chunks.passing(whole.exp()).mT, ELEMENTWISE), leaving.mT @ v, reading)

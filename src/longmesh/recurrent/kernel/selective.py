@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longmesh.recurrent.chunks import Chunks
 from longmesh.recurrent.kernel.form import Form
-from longmesh.recurrent.transition import Transitions
+from longmesh.recurrent.transition import ELEMENTWISE, Transitions
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class SelectiveScan:
         _, dt, A, *_ = inputs
         whole = (dt.sum(-2).unsqueeze(-1) * A).exp()
         passing = whole if chunks.passes is None else whole * chunks.passes.flatten(2)[..., None]
-        transitions, start = Transitions(passing, is_matrix=False), torch.zeros_like(whole)
+        transitions, start = Transitions(passing, ELEMENTWISE), torch.zeros_like(whole)
         return Form(transitions, _walk(inputs, chunks, start)[1], lambda: SelectiveReading(inputs, chunks))
 
     def adjoint(
