@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any, NamedTuple, NoReturn
 
 USAGE_ERROR = 2
+MOST_RANKS = MOST_THREADS = 1024  # of one machine
+LONGEST_S = 1e9
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -70,11 +71,13 @@ class Launch(NamedTuple):
         if self.ranks.least > self.ranks.most:
             swapped = RankRange(self.ranks.most, self.ranks.least)
             return f"--ranks {self.ranks}: the smaller number comes first; give --ranks {swapped}"
-        if self.threads is not None and self.threads < 1:
-            return f"--threads {self.threads}: a rank has at least 1 thread; leave it out to share the cores"
-        if self.timeout is not None and not 0 < self.timeout < math.inf:
+        if self.ranks.most > MOST_RANKS:
+            return f"--ranks {self.ranks}: at most {MOST_RANKS} are started on one machine; use torchrun on several"
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            return f"--threads {self.threads}: a rank has 1 to {MOST_THREADS} threads; leave it out to share the cores"
+        if self.timeout is not None and not 0 < self.timeout <= LONGEST_S:
             return f"--timeout {self.timeout:g}: give a positive number of seconds, or leave it out"
-        if not 0 <= self.grace < math.inf:
+        if not 0 <= self.grace <= LONGEST_S:
             return f"--grace {self.grace:g}: give a number of seconds, 0 to end at once"
         if self.max_restarts < 0:
             return f"--max-restarts {self.max_restarts}: give 0 or more"

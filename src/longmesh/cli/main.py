@@ -83,8 +83,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def find_problem(script: Path) -> str | None:
     """Why there is no such script to run, in words; None if there is."""
-    if script.is_dir():
-        return f"{script} is a directory: give the Python file in it"
-    if not script.exists():
-        return f"no such script: {script} (looked in {Path.cwd()})"
+    try:
+        if script.is_dir():
+            return f"{script} is a directory: give the Python file in it"
+        if not script.exists():
+            return f"no such script: {script} (looked in {Path.cwd()})"
+        script.open("rb").close()
+    except OSError as error:
+        return f"{script} can't be read: {error.strerror}; give a Python file"
     return None

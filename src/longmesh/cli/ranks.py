@@ -21,28 +21,22 @@ import uuid
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from longmesh.cli import rank as rank_program
 from longmesh.cli.crash import read_crash
+from longmesh.cli.idle import IdleRanks, WaitLimits, is_stopped
 from longmesh.cli.output import RankOutput
 from longmesh.cli.report import RankExit
 from longmesh.comm.stop import REQUEUE_EXIT_CODE
-from longmesh.debug.watching import FileBoard
+from longmesh.debug.watching import TIMED_OUT, FileBoard
 from longmesh.debug.watching.status import RankStatus, catches
 
 LOOPBACK = "127.0.0.1"
 GRACEFUL_S = 2.0
 LOOK_S = 0.02
-
-
-class WaitLimits(NamedTuple):
-    """Seconds that a rank may keep others waiting in a collective before it is named, and before the run ends."""
-
-    report_after: float = 300.0
-    end_after: float | None = None
 
 
 class LocalRanks:
@@ -73,6 +67,7 @@ class LocalRanks:
                 for rank in range(num_ranks)
             }
             board = FileBoard(str(directory))
+            self._idle = IdleRanks(board, num_ranks, limits)
             for rank, process in self._running.items():
                 # Until a rank speaks for itself: one that is stopped before has at least a process to be named by.
                 started = RankStatus(rank, host=socket.gethostname(), pid=process.pid)
@@ -98,6 +93,23 @@ class LocalRanks:
                 found += [self._read_exit(rank, code, now)] if code not in (0, REQUEUE_EXIT_CODE) else []
         # Of those noticed together, the kill came before what it caused.
         self._exits += sorted(found, key=lambda e: e.code != -signal.SIGKILL)
+        return self._exits
+
+    def look_for_idle(self) -> list[RankExit]:
+        """The ranks that have failed so far, with one that is stopped or does not start."""
+        pids = {rank: process.pid for rank, process in self._running.items()}
+        finding = self._idle.look(pids)
+        if finding is not None:
+            exit_ = RankExit(
+                finding.rank,
+                TIMED_OUT,
+                finding.headline,
+                "\n".join(finding.lines),
+                time.time_ns(),
+                recorded=True,
+                named=finding.rank,
+            )
+            self._exits.append(exit_)
         return self._exits
 
     @property
@@ -159,14 +171,6 @@ class LocalRanks:
             )
         crash = read_crash(self._crash_file(rank), self._output.last_errors(rank))
         return RankExit(rank, code, crash.message, crash.stack, now, recorded=False)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, where the system tells."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
 
 
 def describe_world(num_ranks: int, port: int) -> dict[str, str]:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longmesh.cli.arguments import Launch
+from longmesh.cli.idle import WaitLimits
 from longmesh.cli.output import RankOutput
-from longmesh.cli.ranks import LOOK_S, LocalRanks, WaitLimits
+from longmesh.cli.ranks import LOOK_S, LocalRanks
 from longmesh.cli.report import RankExit, describe_exits, find_first
 from longmesh.cli.restarts import Restarts
 from longmesh.cli.told import Told, told_by_signals
@@ -47,7 +48,7 @@ class Program:
 def run_script(script: str, args: Sequence[str], launch: Launch) -> int:
     """Run `script` on local ranks; the exit code of the first that failed, or 0."""
     limit = launch.timeout
-    limits = WaitLimits(min(REPORT_AFTER_S, limit or REPORT_AFTER_S), limit)
+    limits = WaitLimits(min(REPORT_AFTER_S, limit or REPORT_AFTER_S), limit, limit)
     return run_program(Program(script, lambda num_ranks, again: args, limits), launch)
 
 
@@ -128,7 +129,7 @@ def run_once(program: Program, launch: Launch, told: Told, num_ranks: int, resta
 def wait_for_end(ranks: LocalRanks, told: Told, output: RankOutput, grace: float) -> bool:
     """Wait until all ranks are gone, one failed, or we are told to end; whether ranks that were to stop did in time."""
     deadline = None
-    while not ranks.look() and not ranks.are_gone:
+    while not ranks.look() and not ranks.are_gone and not ranks.look_for_idle():
         if output.reader_left or told.at_once:
             return True
         if deadline is None and told.signum is not None:

@@ -142,7 +142,9 @@ def find_problem(told: dict[str, Any], ranks: int, compare: bool, world_size: in
 def _find_trainers_problem(told: dict[str, Any]) -> str | None:
     """What the trainer itself would say of its options: asked by name, since commands don't import it."""
     try:
-        import_module(f"{PROGRAM}.options").TrainOptions(**told).check_paths()
+        options = import_module(f"{PROGRAM}.options").TrainOptions(**told)
+        options.check_size()
+        options.check_paths()
     except ValueError as error:
         return str(error)
     return None
@@ -183,7 +185,7 @@ def _run_here(told: dict[str, Any]) -> int:
 
 def _start(told: dict[str, Any], launch: Launch) -> int:
     """Run the program on local ranks; rank 0 may draw on the terminal that its pipe hides from it."""
-    from longmesh.cli.ranks import WaitLimits  # --help need not wait for the launcher
+    from longmesh.cli.idle import WaitLimits  # --help need not wait for the launcher
     from longmesh.cli.run import Program, run_program
 
     spec = find_spec(PROGRAM)
@@ -200,11 +202,12 @@ def _start(told: dict[str, Any], launch: Launch) -> int:
         mesh = fit_mesh(num_ranks, told) if num_ranks != launch.ranks.most else {}
         return [json.dumps(told | goes_on | mesh)]
 
-    start_s = START_TIMEOUTS * told.get("timeout", DEFAULT_TIMEOUT)
+    limit_s = told.get("timeout", DEFAULT_TIMEOUT)
+    start_s = START_TIMEOUTS * limit_s
     program = Program(
         str(Path(spec.origin).with_name("__main__.py")),
         args,
-        WaitLimits(start_s, start_s),
+        WaitLimits(start_s, start_s, limit_s),
         command="longmesh train",
         mark=lambda: _mark(out),
     )

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longmesh.attention.exchange.named import EXCHANGES
+from longmesh.checkpoint.generations import list_steps
 from longmesh.errors import LongmeshError
+from longmesh.plan.render import format_bytes
+from longmesh.train.model import VOCAB
 
 AUTO = "auto"
+LONGEST_S = 1e9
 MASKS = ("documents", "causal")
 SIZES = ("data", "context", "tensor", "seq_len", "batch", "steps", "dim", "layers", "heads", "kv_heads")
 CURVE = ("seq_len", "batch", "mask", "dim", "layers", "heads", "kv_heads", "learning_rate", "seed")
@@ -57,6 +61,8 @@ class TrainOptions:
         ):
             if getattr(self, name) < least:
                 raise LongmeshError(f"{name}={getattr(self, name)}: give {least} or more")
+        if self.seed >= 1 << 63:
+            raise LongmeshError(f"seed={self.seed}: give a number below 2 ** 63")
         if not 0 < self.learning_rate < float("inf"):
             raise LongmeshError(
                 f"learning_rate={self.learning_rate:g}: give a positive number, such as 0.003"
@@ -68,8 +74,10 @@ class TrainOptions:
             )
         if self.exchange not in EXCHANGES:
             raise LongmeshError(f"exchange={self.exchange!r} is not known; use one of {', '.join(EXCHANGES)}")
-        if not 0 < self.timeout < float("inf"):
-            raise LongmeshError(f"timeout={self.timeout:g}: give a positive number of seconds")
+        if not 0 < self.timeout <= LONGEST_S:
+            raise LongmeshError(
+                f"timeout={self.timeout:g}: give a positive number of seconds, at most {LONGEST_S:g}"
+            )
         if self.mask not in MASKS:
             raise LongmeshError(f"mask={self.mask!r} is not known; use one of {', '.join(MASKS)}")
         if self.dim % (2 * self.heads):
@@ -90,8 +98,34 @@ class TrainOptions:
                 f"batch={self.data * max(1, round(self.batch / self.data))}"
             )
 
+    def check_size(self) -> None:
+        """Raise for what can't fit into the memory of this machine, however little else is kept there."""
+        ranks = self.data * self.context * self.tensor
+        weights = 2 * VOCAB * self.dim + self.layers * 11 * self.dim**2
+        # Weights, gradients and two moments on each rank; a sequence's tokens, and the features of its last layer.
+        state = 4 * 4 * weights * ranks // self.tensor
+        sequence = self.batch * self.seq_len * 8 + self.data * self.seq_len * 4 * self.dim
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if state + sequence > total:
+            raise LongmeshError(
+                f"seq_len={self.seq_len}, batch={self.batch}, dim={self.dim}, layers={self.layers} take "
+                f"{format_bytes(state + sequence)} of memory at least, and this machine has {format_bytes(total)}; "
+                "give smaller ones"
+            )
+
     def check_paths(self) -> None:
         """Raise for directories that can't be read or written, before anything is computed."""
+        try:
+            self._check_out()
+            for name, path in (("resume", self.resume), ("baseline", self.baseline)):
+                if path is not None and (name, path) != ("resume", AUTO):
+                    _check_run(name, path)
+        except OSError as error:  # a name that is too long, links that go round
+            raise LongmeshError(
+                f"{error.filename!r} can't be used as a directory: {error.strerror}; give another"
+            ) from error
+
+    def _check_out(self) -> None:
         out = Path(self.out)
         if not self.out or any(path.exists() and not path.is_dir() for path in (out, *out.parents)):
             raise LongmeshError(f"out={self.out!r} is not a directory and can't become one; give another")
@@ -100,11 +134,6 @@ class TrainOptions:
             raise LongmeshError(
                 f"out={self.out!r} can't be written: no permission in {nearest}; give another"
             )
-        for name, path in (("resume", self.resume), ("baseline", self.baseline)):
-            if path is None or (name == "resume" and path == AUTO):
-                continue
-            if not path or not Path(path).is_dir():
-                raise LongmeshError(f"{name}={path!r} is not a directory; give another run's --out")
 
     @property
     def mesh_shape(self) -> tuple[int, int, int]:
@@ -125,3 +154,15 @@ class TrainOptions:
         return ", ".join(
             f"{name}={theirs!r} (here {ours!r})" for name, theirs, ours in pairs if theirs != ours
         )
+
+
+def _check_run(name: str, path: str) -> None:
+    """Raise if `path` is not what another run has left."""
+    if not path or not Path(path).is_dir():
+        raise LongmeshError(f"{name}={path!r} is not a directory; give another run's --out")
+    if name == "resume" and not list_steps(Path(path, "checkpoint")):
+        raise LongmeshError(
+            f"resume={path!r} has no checkpoint in it; give another run's --out, or leave out --resume to begin anew"
+        )
+    if name == "baseline" and not Path(path, "run.json").is_file():
+        raise LongmeshError(f"baseline={path!r} has no figures of a run in it; give another run's --out")

@@ -10,32 +10,54 @@ from longmesh.cli.arguments import Launch
 from longmesh.cli.main import main, make_parser
 
 # For options that are swept: what is right. Everything else is refused.
-VALUES = ("-1", "0", "3", "nan", "inf", "-inf", "1e400", "1.5", "", "x", "2:", ":2", "3:2", "1:2:3", "auto")
+HUGE = str(10**30)
+VALUES = (
+    "-1",
+    "0",
+    "3",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "1.5",
+    "",
+    "x",
+    "2:",
+    ":2",
+    "3:2",
+    "1:2:3",
+    "auto",
+    HUGE,
+)
+LONG = "x" * 300  # no file system has such a name
+NAMES = {"-1", "0", "3", "nan", "inf", "-inf", "1e400", "1.5", "x", "2:", ":2", "3:2", "1:2:3", "auto", HUGE}
 RIGHT = {
     "ranks": {"3"},
     "threads": {"3"},
     "timeout": {"3", "1.5"},
     "grace": {"0", "3", "1.5"},
-    "max-restarts": {"0", "3"},
+    "max-restarts": {"0", "3", HUGE},
     "data": {"3"},
     "context": {"3"},
     "tensor": set(),  # 3 does not divide the key heads
     "seq-len": {"3"},
     "batch": {"3"},
-    "steps": {"3"},
+    "steps": {"3", HUGE},
     "dim": set(),  # 3 is no even number for each head
     "layers": {"3"},
     "heads": set(),
     "kv-heads": set(),
     "seed": {"0", "3"},
-    "save-every": {"0", "3"},
-    "check-replicas": {"0", "3"},
-    "keep": {"3"},
-    "keep-every": {"0", "3"},
-    "learning-rate": {"3", "1.5"},
+    "save-every": {"0", "3", HUGE},
+    "check-replicas": {"0", "3", HUGE},
+    "keep": {"3", HUGE},
+    "keep-every": {"0", "3", HUGE},
+    "learning-rate": {"3", "1.5", HUGE},
     "mask": set(),
     "exchange": {"auto"},
-    "out": {"-1", "0", "3", "nan", "inf", "-inf", "1e400", "1.5", "x", "2:", ":2", "3:2", "1:2:3", "auto"},
+    "out": NAMES,
+    "json": NAMES,
+    "save": NAMES,
     "resume": {"auto"},
     "baseline": set(),
 }
@@ -56,6 +78,7 @@ def call(arguments: list[str], monkeypatch, capsys) -> tuple[int, str, bool]:
     """The exit code, what was said, and whether ranks would have been started."""
     started: list[Launch] = []
     monkeypatch.setattr(run, "run_program", lambda program, launch: started.append(launch) or 0)
+    monkeypatch.delenv("RANK", raising=False)
     try:
         code = main(arguments)
     except SystemExit as leaving:
@@ -64,7 +87,7 @@ def call(arguments: list[str], monkeypatch, capsys) -> tuple[int, str, bool]:
 
 
 def arguments_for(command: str, option: str, value: str) -> list[str]:
-    given = {"ranks": RANKS.get(option, "1"), option: value}
+    given = {"ranks": RANKS.get(option, "2" if option == "save" else "1"), option: value}
     if option == "data":
         given["batch"] = value
     words = [f"--{name}={text}" for name, text in given.items()]
@@ -72,12 +95,13 @@ def arguments_for(command: str, option: str, value: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [(command, name) for command in ("run", "train") for name in options_of(command)]
+    ("command", "option"),
+    [(command, name) for command in ("run", "train", "doctor") for name in options_of(command)],
 )
 def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     accepted = set()
-    for value in VALUES:
+    for value in (*VALUES, *([LONG] if option in ("out", "resume", "baseline", "json", "save") else [])):
         code, err, started = call(arguments_for(command, option, value), monkeypatch, capsys)
         assert started == (code == 0) == (err == ""), (option, value, code, err)
         if started:
@@ -86,7 +110,7 @@ def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys,
         assert code == 2, (value, err)
         assert err.startswith(f"longmesh {command}: ") and err.count("\n") == 1, (value, err)
         assert "Traceback" not in err
-        named = option in err or option.replace("-", "_") in err
+        named = option in err or option.replace("-", "_") in err or value == LONG
         assert named or option in RANKS, (value, err)
     assert accepted == RIGHT[option]
 
@@ -129,6 +153,59 @@ def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys,
         (
             ["train", "--grace", "-2"],
             "longmesh train: --grace -2: give a number of seconds, 0 to end at once",
+        ),
+        (
+            ["train", "--seq-len", HUGE],
+            f"longmesh train: seq_len={HUGE}, batch=1, dim=128, layers=2 take ",
+        ),
+        (["train", "--seed", HUGE], f"longmesh train: seed={HUGE}: give a number below 2 ** 63"),
+        (
+            ["train", "--ranks", "4096"],
+            "longmesh train: --ranks 4096: at most 1024 are started on one machine; use torchrun on several",
+        ),
+        (
+            ["train", "--threads", HUGE],
+            f"longmesh train: --threads {HUGE}: a rank has 1 to 1024 threads; leave it out to share the cores",
+        ),
+        (
+            ["train", "--out", LONG],
+            f"longmesh train: '{LONG}' can't be used as a directory: File name too long; give",
+        ),
+        (
+            ["train", "--resume", "."],
+            "longmesh train: resume='.' has no checkpoint in it; give another run's --out, or leave out --resume to",
+        ),
+        (
+            ["train", "--baseline", "."],
+            "longmesh train: baseline='.' has no figures of a run in it; give another run's --out",
+        ),
+        (
+            ["run", "--ranks", "1", LONG],
+            f"longmesh run: {LONG} can't be read: File name too long; give a Python file",
+        ),
+        (["run", "--ranks", "1", "."], "longmesh run: . is a directory: give the Python file in it"),
+        (["run", "--ranks", "1", "no.py"], "longmesh run: no such script: no.py (looked in "),
+        (
+            ["run", "no.py"],
+            "longmesh run: the following arguments are required: --ranks; `longmesh run --help` lists",
+        ),
+        (["doctor", "--json", ""], "longmesh doctor: --json '': give the name of a file"),
+        (["doctor", "--save", "."], "longmesh doctor: --save .: give the name of a file"),
+        (
+            ["doctor", "--json", "a/b"],
+            "longmesh doctor: --json a/b: its folder does not exist; make it first",
+        ),
+        (
+            ["doctor", "--json", LONG],
+            f"longmesh doctor: --json {LONG}: File name too long; give another name",
+        ),
+        (
+            ["doctor", "--ranks", "x"],
+            "longmesh doctor: argument --ranks: 'x' is not a whole number; `longmesh doc",
+        ),
+        (
+            ["doctor", "--ranks", "1", "--save", "x"],
+            "longmesh doctor: --save needs 2 ranks at least: links are",
         ),
         (["train", "--max-restarts", "-2"], "longmesh train: --max-restarts -2: give 0 or more"),
     ],

@@ -25,7 +25,7 @@ def messages(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[
         (["run", "--ranks", "-2", SCRIPT], "longmesh run: --ranks -2: a run has at least 1 rank\n"),
         (
             ["run", "--ranks", "2", "--threads", "0", SCRIPT],
-            "longmesh run: --threads 0: a rank has at least 1 thread; leave it out to share the cores\n",
+            "longmesh run: --threads 0: a rank has 1 to 1024 threads; leave it out to share the cores\n",
         ),
         (
             ["run", "--ranks", "2", "nowhere.py"],

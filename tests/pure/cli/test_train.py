@@ -17,7 +17,7 @@ REST = "--data 2 x --context 1 x --tensor 2 make 4 ranks, and 3 run; the product
     ("arguments", "env", "text"),
     [
         ("--ranks 0", {}, "--ranks 0: a run has at least 1 rank"),
-        ("--threads 0", {}, "--threads 0: a rank has at least 1 thread; leave it out to share the cores"),
+        ("--threads 0", {}, "--threads 0: a rank has 1 to 1024 threads; leave it out to share the cores"),
         ("--ranks 2 --context 3", {}, MESH),
         ("--ranks 3 --data 2 --tensor 2", {}, REST),
         ("--ranks 4", TORCHRUN, "--ranks 4: torchrun has started 2; leave it out, or start as many"),

@@ -18,7 +18,7 @@ UNEVEN_BATCH = "batch=3: each of the data=2 groups takes the same number of sequ
         ({"keep": 0}, "keep=0: give 1 or more"),
         ({"keep_every": -1}, "keep_every=-1: give 0 or more"),
         ({"check_replicas": -1}, "check_replicas=-1: give 0 or more"),
-        ({"timeout": float("nan")}, "timeout=nan: give a positive number of seconds"),
+        ({"timeout": float("nan")}, "timeout=nan: give a positive number of seconds, at most 1e+09"),
         ({"mask": "window"}, "mask='window' is not known; use one of documents, causal"),
         ({"dim": 100, "heads": 8}, ODD_HEADS),
         ({"heads": 4, "kv_heads": 3}, "kv_heads=3 must divide heads=4"),

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from longmesh.cli.arguments import USAGE_ERROR, Launch, RankRange
+from longmesh.cli.arguments import USAGE_ERROR, Launch, RankRange, whole_number
 
 
 def add_parser(commands) -> None:
@@ -20,7 +20,10 @@ def add_parser(commands) -> None:
         "anything is wrong.",
     )
     doctor.add_argument(
-        "--ranks", type=int, metavar="N", help="start N local ranks (default: as many as GPUs, else 2)"
+        "--ranks",
+        type=whole_number,
+        metavar="N",
+        help="start N local ranks (default: as many as GPUs, else 2)",
     )
     doctor.add_argument("--json", metavar="FILE", help="write every finding there; attach it to a report")
     doctor.add_argument("--save", metavar="FILE", help="write what was measured as a Cluster, for cluster=")
@@ -29,24 +32,12 @@ def add_parser(commands) -> None:
 def run_doctor(options: argparse.Namespace) -> int:
     """Run the command `doctor`; its exit code."""
     under_launcher = "RANK" in os.environ
-    if options.ranks is not None and (options.ranks < 1 or under_launcher):
-        why = "the ranks are torchrun's here, leave it out" if under_launcher else "a run has at least 1 rank"
-        print(f"longmesh doctor: --ranks {options.ranks}: {why}", file=sys.stderr)
+    problem = find_problem(options, under_launcher)
+    if problem is not None:
+        print(f"longmesh doctor: {problem}", file=sys.stderr)
         return USAGE_ERROR
-    for name, path in (("--json", options.json), ("--save", options.save)):
-        if path and not Path(path).absolute().parent.is_dir():
-            print(
-                f"longmesh doctor: {name} {path}: its folder does not exist; make it first", file=sys.stderr
-            )
-            return USAGE_ERROR
     from longmesh.cli.doctor import program  # --help need not wait for torch
 
-    if options.save and options.ranks == 1:
-        print(
-            "longmesh doctor: --save needs 2 ranks at least: links are measured between ranks",
-            file=sys.stderr,
-        )
-        return USAGE_ERROR
     if under_launcher:
         return program.main(options.json or "", options.save or "")
     import torch
@@ -56,3 +47,35 @@ def run_doctor(options: argparse.Namespace) -> int:
     ranks = options.ranks or max(2, torch.cuda.device_count())
     files = [str(Path(path).absolute()) if path else "" for path in (options.json, options.save)]
     return run_script(program.__file__, files, Launch(RankRange(ranks, ranks)))
+
+
+def find_problem(options: argparse.Namespace, under_launcher: bool) -> str | None:
+    """What is wrong with the arguments, in words; None if nothing is."""
+    if options.ranks is not None and under_launcher:
+        return f"--ranks {options.ranks}: the ranks are torchrun's here, leave it out"
+    if options.ranks is not None:
+        problem = Launch(RankRange(options.ranks, options.ranks)).find_problem()
+        if problem is not None:
+            return problem
+    for name, path in (("--json", options.json), ("--save", options.save)):
+        problem = None if path is None else find_file_problem(path)
+        if problem is not None:
+            return f"{name} {path or repr(path)}: {problem}"
+    if options.save is not None and options.ranks == 1:
+        return "--save needs 2 ranks at least: links are measured between ranks"
+    return None
+
+
+def find_file_problem(path: str) -> str | None:
+    """Why a file can't be written there, in words; None if it can."""
+    file = Path(path).absolute()
+    try:
+        if not path or file.is_dir():
+            return "give the name of a file"
+        if not file.parent.is_dir():
+            return "its folder does not exist; make it first"
+    except OSError as error:
+        return f"{error.strerror}; give another name"
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        return "it can't be written: no permission; give another"
+    return None

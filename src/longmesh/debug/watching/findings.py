@@ -47,13 +47,27 @@ def find_stuck(
             told.append(f"{status.name} is in no collective{section}{where}")
         else:
             told.append(f"{status.name} {describe(status)}")
-        last = f"its last collective was {status.last}" if status.last else "it has been in no collective"
-        lines.append(f"  rank {status.rank}: {last}")
+        lines.append(f"  rank {status.rank}: {_describe_last(status)}")
         lines += [f"    {line}" for line in status.stack]
     asker = next(s for s in statuses if s.rank == asking)
     wait = f"rank {asking} has waited {asker.seconds:.0f} s for it in {asker.waits_in}"
     patience = max((s.left for s in stuck if s.rank in answering), default=0.0)
     return Finding(stuck[0].rank, f"{'; '.join(told)}; {wait}", tuple(lines), patience)
+
+
+def find_idle(statuses: Sequence[RankStatus], rank: int, why: str, seconds: float) -> Finding:
+    """What is known of a rank that has done nothing for some seconds, and of those that wait for it."""
+    (idle,) = (s for s in statuses if s.rank == rank)
+    waiting = [s for s in statuses if s.rank != rank and s.waits_in is not None]
+    lines = [f"  rank {s.rank} waits in {s.waits_in}, for {s.seconds:.0f} s" for s in waiting]
+    lines.append(f"  rank {rank}: {_describe_last(idle)}")
+    wait = f", and rank {waiting[0].rank} waits in {waiting[0].waits_in}" if waiting else ""
+    headline = f"{idle.name} {why}, for {seconds:.0f} s{wait}"
+    return Finding(rank, headline, tuple(lines))
+
+
+def _describe_last(status: RankStatus) -> str:
+    return f"its last collective was {status.last}" if status.last else "it has been in no collective"
 
 
 def _waits(status: RankStatus, answering: frozenset[int]) -> bool:

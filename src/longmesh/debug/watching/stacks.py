@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -98,16 +99,19 @@ def find_wait(places: Sequence[Place], *, sleeps: bool = False) -> Wait | None:
         if sleeps and near and ".wait(" in linecache.getline(near[0].file, near[0].line):
             return Wait("a transfer that it has started", str(near[0]))
         return None
-    kind = next((p.function for p in near if p.function in _KINDS), waits[-1].function.strip("_"))
+    inner = list(takewhile(lambda p: not _is_site(p), places))
+    outermost = [p for p in inner if any(room in p.file for room in _WAITING)][-1:] or waits
+    kind = next((p.function for p in inner if p.function in _KINDS), outermost[-1].function.strip("_"))
     return Wait(kind, find_site(places))
 
 
 def find_site(places: Sequence[Place]) -> str:
     """The nearest place that is neither torch's nor ours; the trainer and the bridges are callers."""
-    for place in places:
-        if any(room in place.file for room in _CALLERS) or not any(room in place.file for room in _LIBRARY):
-            return str(place)
-    return str(places[-1]) if places else "<unknown>"
+    return str(next(filter(_is_site, places), places[-1] if places else "<unknown>"))
+
+
+def _is_site(place: Place) -> bool:
+    return any(room in place.file for room in _CALLERS) or not any(room in place.file for room in _LIBRARY)
 
 
 def describe_wait(frames: Sequence[FrameType], wait: Wait) -> Wait:

@@ -8,8 +8,10 @@ import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+STOPPED = "is stopped (SIGSTOP, or Ctrl-Z)"
+UNSTARTED = "has not come to its program: Python is still starting"
 _STATES = {
-    "T": "is stopped (SIGSTOP, or Ctrl-Z)",
+    "T": STOPPED,
     "t": "is stopped by a debugger",
     "D": "does not answer: it waits for a disk or a network file system",
     "R": "does not answer: it runs code that keeps Python's lock",
@@ -72,4 +74,6 @@ def describe_silence(status: RankStatus) -> str:
         state = Path(f"/proc/{status.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "has ended"
+    if status.beat == 0 and state in "RSD":
+        return UNSTARTED
     return _STATES.get(state, f"does not answer (state {state})")
