@@ -41,9 +41,16 @@ class Decoded(NamedTuple):
     names: list[str]
 
 
-def decode(data: bytes) -> Decoded:
-    """The value of a pickle of protocol 2 or later, with a `Record` for each object."""
-    machine = _Machine()
+Check = Callable[[str, tuple[Any, ...]], None]
+
+
+def decode(data: bytes, check: Check | None = None) -> Decoded:
+    """The value of a pickle of protocol 2 or later, with a `Record` for each object.
+
+    With `check`, which gets the name and arguments of every call before those after it, for pickles of objects: states
+    and items may go to anything, and are left out.
+    """
+    machine = _Machine(check)
     try:
         for opcode, argument, _ in pickletools.genops(data):
             step = _STEPS.get(opcode.name)
@@ -81,7 +88,8 @@ def list_names(data: bytes) -> list[str]:
 
 
 class _Machine:
-    def __init__(self) -> None:
+    def __init__(self, check: Check | None) -> None:
+        self.check = check
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -109,24 +117,30 @@ def _call(machine: _Machine, _: Any) -> None:
     name = machine.stack.pop()
     if not isinstance(name, Name) or not isinstance(args, tuple):
         raise NotPlain("it calls what is not named")
+    if machine.check is not None:
+        machine.check(str(name), args)
     ordered = name == "collections.OrderedDict" and not args
     machine.stack.append({} if ordered else Record(str(name), args))
 
 
 def _build(machine: _Machine, _: Any) -> None:
     state = machine.stack.pop()
-    if not isinstance(machine.stack[-1], Record):
+    if isinstance(machine.stack[-1], Record):
+        machine.stack[-1].state = state
+    elif machine.check is None:
         raise NotPlain("it gives a state to what is no object")
-    machine.stack[-1].state = state
 
 
 def _append(machine: _Machine, items: list[Any]) -> None:
-    if type(machine.stack[-1]) is not list:
+    if type(machine.stack[-1]) is list:
+        machine.stack[-1].extend(items)
+    elif machine.check is None:
         raise NotPlain("it appends to what is no list")
-    machine.stack[-1].extend(items)
 
 
 def _set_items(machine: _Machine, items: list[Any]) -> None:
+    if machine.check is not None:  # keys may be objects, whose records have no hashes of their values
+        return
     if type(machine.stack[-1]) is not dict:
         raise NotPlain("it sets items of what is no dict")
     machine.stack[-1].update(zip(items[::2], items[1::2], strict=True))
@@ -156,6 +170,12 @@ def _stack_global(machine: _Machine, _: Any) -> None:
     machine.push_name(module, name)
 
 
+def _persistent(machine: _Machine, _: Any) -> None:
+    if machine.check is None:
+        raise NotPlain("it has the instruction BINPERSID")
+    machine.stack.append(Record("", (machine.stack.pop(),)))
+
+
 _Step = Callable[[_Machine, Any], None]
 _STEPS: dict[str, _Step] = {
     "MARK": _mark,
@@ -171,6 +191,8 @@ _STEPS: dict[str, _Step] = {
     "SETITEMS": lambda m, _: _set_items(m, m.since_mark()),
     "GLOBAL": lambda m, argument: m.push_name(*argument.split(" ", 1)),
     "STACK_GLOBAL": _stack_global,
+    "EMPTY_SET": lambda m, _: m.stack.append([]),
+    "BINPERSID": _persistent,
     "REDUCE": _call,
     "NEWOBJ": _call,
     "BUILD": _build,
@@ -191,6 +213,7 @@ _VALUES = frozenset(
         "BINFLOAT",
         "BINUNICODE",
         "SHORT_BINUNICODE",
+        "SHORT_BINSTRING",
         "BINUNICODE8",
         "BINBYTES",
         "SHORT_BINBYTES",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,15 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from longmesh.checkpoint.pickled import list_names
+from longmesh.checkpoint.calls import check_calls
+from longmesh.checkpoint.pickled import NotPlain, list_names
 from longmesh.errors import CheckpointError, LongmeshError
 
+_ZIP = b"PK\x03\x04"  # torch takes anything else for a format of its own from before
+_NAME_LENGTHS, _LOCAL_HEADER = (
+    26,
+    30,
+)  # bytes from the start of an entry: to the lengths of its names, and to them
 Allowed = Sequence[Callable[..., Any]]
 
 
@@ -56,34 +63,49 @@ class Part(io.RawIOBase):
         return done
 
 
-def check_allowed(allow: Allowed) -> None:
-    """Refuse what can't be allowed, before anything is read."""
+def find_not_allowed(allow: Allowed) -> LongmeshError | None:
+    """What can't be allowed, before anything is read."""
     for item in allow:
         if not (callable(item) and hasattr(item, "__module__") and hasattr(item, "__qualname__")):
-            raise LongmeshError(f"load(allow=...) takes classes, got {item!r}; write e.g. allow=[MyClass]")
+            return LongmeshError(f"load(allow=...) takes classes, got {item!r}; write e.g. allow=[MyClass]")
         if item.__module__ in ("os", "posix", "nt", "sys"):
             name = f"{item.__module__}.{item.__qualname__}"
-            raise LongmeshError(f"load(allow=...): {name} is never allowed; a checkpoint has no use for it")
+            return LongmeshError(f"load(allow=...): {name} is never allowed; a checkpoint has no use for it")
+    return None
 
 
 def read_piece(file: IO[bytes], *, allow: Allowed = (), check_crc: bool) -> Any:
     """The value that `torch.save` wrote to `file`. Raises Refused, naming the class, before anything of it runs."""
     check_archive(file, check_crc=check_crc)
+    pickled = _read_pickle(file)
+    try:
+        check_calls(pickled, file.seek(0, 2))
+    except NotPlain as error:
+        with _allowed(allow):
+            names = _find_strange_names(file, pickled)
+        raise (Refused(", ".join(names)) if names else error) from error
     file.seek(0)
     with _allowed(allow), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected pickle protocol")  # it is refused, by name
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise Refused(_describe_refusal(file, str(error))) from error
+            names = _find_strange_names(file, pickled) or [str(error).splitlines()[0]]
+            raise Refused(", ".join(names)) from error
 
 
 def check_archive(file: IO[bytes], *, check_crc: bool) -> None:
     """Every entry as it is in the file, none compressed: so none is larger than what is there."""
     size = file.seek(0, 2)
     file.seek(0)
+    if file.read(len(_ZIP)) != _ZIP:
+        raise CheckpointError("File is not a zip file")
+    file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+            if len(names) != len(set(names)):
+                raise CheckpointError("it has two entries of one name")
             for entry in archive.infolist():
                 plain = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
                 if not plain or entry.header_offset + entry.file_size > size:
@@ -119,20 +141,26 @@ def _containers() -> list[Any]:
     return [frozenset, range, slice, scalar, array, np.ndarray, np.dtype, *numbers, *before]
 
 
-def _describe_refusal(file: IO[bytes], reason: str) -> str:
-    """The names in a piece that are not allowed, or what else torch's reader did not take."""
+def _read_pickle(file: IO[bytes]) -> bytes:
+    """The one pickle of a piece. Not by the archive's own reader: it wants a checksum where torch may write none."""
     file.seek(0)
-    try:
-        with zipfile.ZipFile(file) as archive:
-            pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            data = archive.read(pickled)
-    except (StopIteration, zipfile.BadZipFile):
-        return reason.splitlines()[0]
+    with zipfile.ZipFile(file) as archive:
+        found = [entry for entry in archive.infolist() if entry.filename.rpartition("/")[2] == "data.pkl"]
+    if len(found) != 1:
+        raise CheckpointError(f"it has {len(found)} entries data.pkl")
+    (entry,) = found
+    file.seek(entry.header_offset + _NAME_LENGTHS)
+    file.seek(entry.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", file.read(4))))
+    return file.read(entry.file_size)
+
+
+def _find_strange_names(file: IO[bytes], pickled: bytes) -> list[str]:
+    """The names in a piece that are not allowed, as far as they can be found."""
     file.seek(0)
     try:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except pickle.UnpicklingError:
+    except (pickle.UnpicklingError, RuntimeError, ValueError, LookupError):
         names = []
-    if not names:
-        names = [name for name in list_names(data) if not name.startswith(("torch.", "collections."))]
-    return ", ".join(names) if names else reason.splitlines()[0]
+    return names or [
+        n for n in list_names(pickled) if not n.startswith(("torch.", "collections.", "builtins."))
+    ]
