@@ -195,6 +195,14 @@ def test_a_closed_pool_has_no_ranks() -> None:
         own.run(dist.get_rank)
 
 
+def test_pools_may_be_closed_in_any_order() -> None:
+    first, second = RankPool(1), RankPool(1)
+    assert [pool.run(dist.get_rank, ranks=1) for pool in (first, second)] == [[0], [0]]
+    first.close()  # the second one's processes have copies of its descriptors
+    assert second.run(dist.get_rank, ranks=1) == [0]
+    second.close()
+
+
 def test_output_of_ranks_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
     with RankPool(2) as own:
         own.run(speak)

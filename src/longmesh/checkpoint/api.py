@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -15,14 +15,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from longmesh.checkpoint.directory_reader import DirectoryReader
 from longmesh.checkpoint.directory_writer import DirectoryWriter
-from longmesh.checkpoint.pieces import Allowed, check_allowed
+from longmesh.checkpoint.pieces import Allowed, find_not_allowed
 from longmesh.checkpoint.planner import LoadPlanner, SavePlanner
 from longmesh.checkpoint.replace import readable_path, remove, staging_path
-from longmesh.checkpoint.safetensors_reader import SafetensorsReader, require_library
+from longmesh.checkpoint.safetensors_reader import SafetensorsReader, find_missing_library
 from longmesh.checkpoint.safetensors_writer import SafetensorsWriter
-from longmesh.errors import CheckpointError
+from longmesh.comm.world import World
+from longmesh.errors import CheckpointError, LongmeshError
 
 _PathLike = str | os.PathLike[str]
+
+
+class Call(NamedTuple):
+    """What every rank must be called with alike; the state is each rank's own."""
+
+    function: str
+    path: str
+    options: tuple[object, ...] = ()
 
 
 def save(state_dict: dict[str, Any], path: _PathLike) -> None:
@@ -36,6 +45,7 @@ def save(state_dict: dict[str, Any], path: _PathLike) -> None:
     >>> sorted(path.name for path in Path("run").iterdir())
     ['.longmesh.json', '.metadata', '__0_0.distcp', '__1_0.distcp']
     """
+    _agree(Call("save", str(path)))
     _save(state_dict, Path(path), DirectoryWriter(Path(path)), SavePlanner())
 
 
@@ -53,7 +63,9 @@ def load(state_dict: dict[str, Any], path: _PathLike, *, allow: Allowed = ()) ->
     >>> state["x"].to_local(), state["step"]
     (tensor([0., 1., 2., 3., 4.]), 3)
     """
-    check_allowed(allow)
+    problem = find_not_allowed(allow)
+    names = () if problem else tuple(f"{item.__module__}.{item.__qualname__}" for item in allow)
+    _agree(Call("load", str(path), names), problem)
     target = readable_path(Path(path))
     _load(state_dict, target, DirectoryReader(target, allow))
 
@@ -72,11 +84,12 @@ def save_safetensors(
     >>> load_file("w.safetensors")
     {'w': tensor([1., 1., 1., 1., 1.])}
     """
-    require_library()
+    problem = find_missing_library()
     if max_file_bytes < 1:
-        raise CheckpointError(
+        problem = CheckpointError(
             f"save_safetensors(max_file_bytes={max_file_bytes}): give a positive number of bytes"
         )
+    _agree(Call("save_safetensors", str(path), (max_file_bytes,)), problem)
     target = Path(path)
     limit = None if target.suffix == ".safetensors" else max_file_bytes
     _save(state_dict, target, SafetensorsWriter(target, limit), SavePlanner(tensors_only=True))
@@ -93,9 +106,14 @@ def load_safetensors(state_dict: dict[str, Any], path: _PathLike) -> None:
     >>> state["w"].to_local()
     tensor([0., 1.])
     """
-    require_library()
+    _agree(Call("load_safetensors", str(path)), find_missing_library())
     target = readable_path(Path(path))
     _load(state_dict, target, SafetensorsReader(target))
+
+
+def _agree(call: Call, problem: LongmeshError | None = None) -> None:
+    """Go on on all ranks, or raise on all: one that is called otherwise would leave the others waiting."""
+    World().agree(f"checkpoint.{call.function}", call, problem)
 
 
 def _save(state_dict: dict[str, Any], target: Path, writer: Any, planner: SavePlanner) -> None:

@@ -20,9 +20,17 @@ _GARBAGE = re.compile(r"\.step-\d{8,}\.(saving|removing)")
 _REPLACED = re.compile(r"\.(step-\d{8,})\.previous")
 
 
+def find_bad_step(step: int) -> LongmeshError | None:
+    """What is wrong with a checkpoint's step, if something is."""
+    if not isinstance(step, int) or step < 0:
+        return LongmeshError(f"step={step}: a checkpoint's step is a whole number, 0 or more")
+    return None
+
+
 def generation_path(root: Path, step: int) -> Path:
-    if step < 0:
-        raise LongmeshError(f"step={step}: a checkpoint's step is 0 or more")
+    wrong = find_bad_step(step)
+    if wrong is not None:
+        raise wrong
     return root / f"step-{step:08}"
 
 

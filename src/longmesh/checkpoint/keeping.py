@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longmesh.checkpoint.api import load
 from longmesh.checkpoint.background import Job, commit, write_part
@@ -17,6 +17,7 @@ from longmesh.checkpoint.directory_reader import find_damage
 from longmesh.checkpoint.disk import check_room, writing
 from longmesh.checkpoint.generations import (
     choose_removed,
+    find_bad_step,
     generation_path,
     list_steps,
     remove_garbage,
@@ -24,12 +25,26 @@ from longmesh.checkpoint.generations import (
 )
 from longmesh.checkpoint.pieces import Allowed
 from longmesh.checkpoint.replace import remove, staging_path
+from longmesh.comm.agree import fingerprint
 from longmesh.comm.world import Counting, World
 from longmesh.errors import CheckpointError, LongmeshError
+
+_SHIFT = 20  # of a fingerprint's bits: numbers of all ranks are added up
 
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+class _Call(NamedTuple):
+    """What every rank must be called with alike."""
+
+    path: str
+    step: int
+    keep: int
+    keep_every: int
+    max_failures: int
+    check_finite: bool
 
 
 def _raise(problem: CheckpointError) -> None:
@@ -144,11 +159,20 @@ class Directory:
 
     def save(self, state_dict: dict[str, Any], step: int) -> None:
         """Copy the state and begin to write it as the checkpoint of `step`. Waits for a save that is under way."""
-        target = generation_path(self.path, step)
         self._finish()
-        problem = self._begin(target)
-        failed, stale = self._world.count([problem is not None, not self._buffers.fits(state_dict)])
+        call = _Call(
+            str(self.path), step, self._keep, self._keep_every, self._max_failures, self._check_finite
+        )
+        wrong = find_bad_step(step)
+        mine = 0 if wrong else fingerprint(call) >> _SHIFT
+        target = generation_path(self.path, 0 if wrong else step)
+        problem = None if wrong else self._begin(target)
+        told = [problem is not None, not self._buffers.fits(state_dict), mine]
+        failed, stale, total = self._world.count(told)
         self._step, self._committing = step, False
+        if wrong or total != mine * self._world.size:
+            self._drop_staged(target)
+            self._world.agree("Directory.save", call, wrong)  # raises, and tells all who was called with what
         if failed:
             self._fail(problem)
             return
@@ -156,7 +180,7 @@ class Directory:
             if stale:
                 self._buffers.make_plan(state_dict, target)
         except CheckpointError:  # on every rank: the state is no state to save
-            self._drop_staged()
+            self._drop_staged(target)
             raise
         self._job = Job(self._prepare_write(target))
 
@@ -254,7 +278,7 @@ class Directory:
         assert self._step is not None
         problems = self._world.gather(problem or "")
         text = next(text for text in problems if text)
-        self._drop_staged()
+        self._drop_staged(generation_path(self.path, self._step))
         self._failures, self._last_problem = self._failures + 1, text
         if self._failures >= self._max_failures:
             count = (
@@ -265,12 +289,11 @@ class Directory:
             raise CheckpointError(f"{text}\n{count}; {self._describe_latest()}")
         self._tell(f"{text}; {self._describe_latest()}, and the run goes on")
 
-    def _drop_staged(self) -> None:
+    def _drop_staged(self, target: Path) -> None:
         """Give up the save that is under way, and what was written of it."""
-        assert self._step is not None
         if self._world.rank == 0:
             with contextlib.suppress(OSError):  # what has failed may fail again; the next run removes it
-                remove(staging_path(generation_path(self.path, self._step)))
+                remove(staging_path(target))
         self._step = None
 
     def _describe_latest(self) -> str:

@@ -6,7 +6,7 @@ Errors raised here are gathered: every rank gets them, whichever rank found them
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 
+from longmesh.checkpoint.description import find_bad_boxes
 from longmesh.errors import CheckpointError, LongmeshError
 from longmesh.tensor import DTensor
 
@@ -54,6 +55,12 @@ class SavePlanner(DefaultSavePlanner):
         self.plan = replace(plan, items=items)
         return self.plan
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        problem = find_disagreement(all_plans)
+        if problem is not None:
+            raise CheckpointError(problem)
+        return super().create_global_plan(all_plans)
+
     def resolve_data(self, write_item: WriteItem) -> Any:
         if write_item.tensor_data is None:
             return super().resolve_data(write_item)
@@ -77,6 +84,28 @@ class SavePlanner(DefaultSavePlanner):
                     f"a safetensors file holds tensors only, and {name!r} is a {type(value).__name__}; take it out, "
                     "or use longmesh.checkpoint.save"
                 )
+
+
+def find_disagreement(plans: Sequence[SavePlan]) -> str | None:
+    """Why the states of all ranks are not parts of one, in words; None if they are."""
+    kinds: dict[str, tuple[int, str]] = {}
+    boxes: dict[str, dict[tuple[torch.Size, torch.Size], None]] = {}
+    sizes: dict[str, torch.Size] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            name, data = item.index.fqn, item.tensor_data
+            kind = "no tensor" if data is None else f"{tuple(data.size)} of {data.properties.dtype}"
+            first, seen = kinds.setdefault(name, (rank, kind))
+            if kind != seen:
+                return f"{name!r} is {seen} on rank {first} and {kind} on rank {rank}: the ranks save different states"
+            if data is not None:
+                sizes[name] = data.size
+                boxes.setdefault(name, {})[data.chunk.offsets, data.chunk.sizes] = None
+    for name, found in boxes.items():
+        problem = find_bad_boxes(sizes[name], list(found))
+        if problem is not None:
+            return f"the shards of {name!r} that ranks hold {problem}: a rank lacks it, or has it in another layout"
+    return None
 
 
 class LoadPlanner(DefaultLoadPlanner):

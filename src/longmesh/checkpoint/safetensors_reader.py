@@ -32,14 +32,15 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
 
-def require_library() -> None:
-    """Raise if the library is not installed."""
+def find_missing_library() -> LongmeshError | None:
+    """What to say if the library is not installed."""
     try:
         import safetensors  # noqa: F401 - an extra, asked for where it is used
-    except ImportError as error:
-        raise LongmeshError(
+    except ImportError:
+        return LongmeshError(
             "safetensors files need the package safetensors; pip install 'longmesh[safetensors]'"
-        ) from error
+        )
+    return None
 
 
 class SafetensorsReader(StorageReader):

@@ -6,11 +6,13 @@ What is agreed on here is a few numbers or a line of text: whether all are done,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from longmesh.comm import collectives
+from longmesh.comm.agree import agree
 from longmesh.comm.groups import AxisGroup, backend_of
 
 
@@ -43,6 +45,16 @@ class World:
     def count(self, numbers: Sequence[int]) -> list[int]:
         """What every rank gives, added up. Collective: every rank of the world."""
         return self.start_count(numbers).result()
+
+    def agree(self, what: str, signature: NamedTuple, error: Exception | None = None) -> None:
+        """Return on all ranks, or raise on all: `error` where there is one, else who is called with another signature.
+
+        Collective: every rank of the world.
+        """
+        if self._group is not None:
+            agree(what, signature, error, self._group, str(_device(self._group)))
+        if error is not None:
+            raise error
 
     def gather(self, text: str) -> list[str]:
         """Every rank's text, by rank. Collective: every rank of the world."""

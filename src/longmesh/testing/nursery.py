@@ -53,6 +53,10 @@ class Nursery:
 
     def close(self) -> None:
         """End all ranks, then the nursery. Nothing else may be called afterwards."""
+        with contextlib.suppress(OSError):  # the nursery is gone
+            self._socket.shutdown(
+                socket.SHUT_RDWR
+            )  # closing is not enough: nurseries forked later have copies of it
         self._socket.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)

@@ -62,7 +62,7 @@ def test_wrong_options_are_told(tmp_path):
     ]:
         with pytest.raises(LongmeshError, match=text):
             Directory(tmp_path, **options)
-    with pytest.raises(LongmeshError, match="step=-1: a checkpoint's step is 0 or more"):
+    with pytest.raises(LongmeshError, match="step=-1: a checkpoint's step is a whole number, 0 or more"):
         Directory(tmp_path).save(state(1), -1)
 
 
