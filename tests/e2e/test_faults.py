@@ -1,6 +1,7 @@
 """Faults in real runs: each ends in time, names its cause in the last line, and leaves no process and no state behind.
 
-A short choice of the matrix in support/faults.py; `make soak` runs all of it, `benchmarks/faults.py` measures it.
+A short choice of the matrix in support/fault_matrix.py; `make soak` runs all of it, `benchmarks/reliability.py`
+measures it.
 """
 
 import json
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support.faults import Fault, check, matrix, run_with
+from support.fault_matrix import matrix
+from support.faults import Fault, check, run_with
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states and orphans are read from /proc")
 CHOSEN = {
@@ -33,7 +35,7 @@ def test_a_fault_ends_the_run_in_time(fault: Fault, tmp_path: Path) -> None:
 
 def test_the_matrix_has_every_kind_of_fault_at_its_points() -> None:
     rows = matrix()
-    assert len(rows) == len({fault.name for fault in rows}) > 40
+    assert len(rows) == len({fault.name for fault in rows}) > 60
     assert len(CHOICE) == len(CHOSEN)
     assert {fault.ranks for fault in rows} == {2, 3}
 
@@ -68,9 +70,9 @@ def test_a_rank_that_is_gone_for_good_is_left_out(whole: Path, tmp_path: Path) -
     fault = Fault("SIGKILL", "step", 0, "", rank=2, ranks=3, skip=3)
     out = tmp_path / "out"
     assert run_with(fault, out).code == 137
-    again = Fault("SIGKILL", "start", 0, "", rank=2, ranks=3)
     options = ("--ranks", "2:3", "--max-restarts", "3", "--resume", "auto")
-    outcome = run_with(Fault(**{**vars(again), "options": options}), out, again=True)
+    again = Fault("SIGKILL", "start", 0, "", rank=2, ranks=3, options=options, again=True)
+    outcome = run_with(again, out)
     assert outcome.code == 0, outcome
     assert outcome.last_line == "longmesh train: restart 2 of 3, on 2 ranks: rank 2 failed twice"
     assert len(losses(out)) == len(losses(whole))
@@ -78,8 +80,8 @@ def test_a_rank_that_is_gone_for_good_is_left_out(whole: Path, tmp_path: Path) -
 
 
 def test_restarts_without_a_new_checkpoint_are_given_up(tmp_path: Path) -> None:
-    fault = Fault("SIGKILL", "start", 137, "", options=("--max-restarts", "9"))
-    outcome = run_with(fault, tmp_path / "out", again=True)
+    fault = Fault("SIGKILL", "start", 137, "", options=("--max-restarts", "9"), again=True)
+    outcome = run_with(fault, tmp_path / "out")
     assert outcome.code == 137
     assert outcome.last_line == "longmesh train: given up after 3 restarts without a new checkpoint"
     assert outcome.err.count("was killed by SIGKILL") == 4

@@ -1,42 +1,50 @@
 """Hundreds of faults: no state is lost, nothing hangs, no process is left behind."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from random import Random
 
 import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from support.faults import Fault, check, matrix, run_with
-from support.train_faults import POINTS, Life, RankFault, uninterrupted
+from longmesh.testing import RankPool
+from support.fault_matrix import matrix
+from support.faults import Fault, can_mount, check, run_before, run_with
+from support.train_faults import live_through, uninterrupted
 from support.train_states import make_machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states and orphans are read from /proc")
-NUM_FAULTS = 500
-KINDS = ["SIGKILL"] * 6 + ["raise"] * 2 + ["SIGABRT", "SIGSEGV", "SIGSTOP", "loop"]
+PARTS, FAULTS_A_PART = 10, 50
+LANES = 4  # runs beside each other: a fault is mostly waiting
 
 
-def test_five_hundred_random_faults(pool, tmp_path):
-    random, expected = Random(0), uninterrupted(pool, tmp_path)
-    num_faults, num_ends = 0, 0
-    while num_faults < NUM_FAULTS:
-        life = Life(pool, tmp_path / f"life{num_ends}", expected)
-        sizes = random.choice([[2], [3], [2, 3], [1, 2, 3]])
-        is_done = False
-        while not is_done:
-            num_ranks = random.choice(sizes)
-            what = random.choice(KINDS) if num_ranks > 1 else "SIGKILL"
-            fault = RankFault(
-                random.randrange(num_ranks), random.choice(sorted(POINTS)), random.randrange(4), what
-            )
-            is_done = life.go(num_ranks, fault if random.random() < 0.9 else None)
-            num_faults += not is_done
-            if not is_done and random.random() < 0.3:
-                num_faults += life.damage(random)
-        num_ends += 1
-    print(f"{num_faults} faults, {num_ends} runs came to their end")
-    assert num_ends > 0
+@pytest.fixture(scope="module")
+def pools():
+    found = [RankPool(3) for _ in range(LANES)]
+    yield found
+    for pool in found:
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def expected(pools, tmp_path_factory):
+    return uninterrupted(pools[0], tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_faults(part, pools, expected, tmp_path):
+    """500 in all; `-k "faults and 3"` runs the fourth part alone."""
+    shares = [FAULTS_A_PART // LANES + (lane < FAULTS_A_PART % LANES) for lane in range(LANES)]
+    with ThreadPoolExecutor(LANES) as threads:
+        lanes = [
+            threads.submit(live_through, pool, tmp_path, expected, f"{part}.{lane}", share)
+            for lane, (pool, share) in enumerate(zip(pools, shares, strict=True))
+        ]
+        found = [lane.result() for lane in lanes]
+    num_faults, num_ends = (sum(numbers) for numbers in zip(*found, strict=True))
+    print(f"part {part}: {num_faults} faults, {num_ends} runs came to their end")
+    assert num_faults >= FAULTS_A_PART and num_ends >= LANES
 
 
 def test_long_walks_of_the_state_machine(pool, tmp_path):
@@ -45,6 +53,13 @@ def test_long_walks_of_the_state_machine(pool, tmp_path):
     run_state_machine_as_test(machine, settings=many)
 
 
+@pytest.fixture(scope="module")
+def before(tmp_path_factory) -> Path:
+    return run_before(tmp_path_factory.mktemp("before") / "out")
+
+
 @pytest.mark.parametrize("fault", matrix(), ids=lambda fault: fault.name)
-def test_every_row_of_the_matrix(fault: Fault, tmp_path: Path) -> None:
-    check(fault, run_with(fault, tmp_path / "out"))
+def test_every_row_of_the_matrix(fault: Fault, before: Path, tmp_path: Path) -> None:
+    if fault.own_disk and not can_mount():
+        pytest.skip("a disk of its own needs the right to mount one")
+    check(fault, run_with(fault, tmp_path / "out", before))

@@ -12,6 +12,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from longmesh.checkpoint import keeping
+from longmesh.checkpoint.directory_reader import find_damage
+from longmesh.checkpoint.generations import generation_path, list_steps
 from longmesh.debug import watch
 from longmesh.testing import RankError, RankPool, cpu_mesh
 from longmesh.train import TrainOptions, loop, train
@@ -124,41 +126,40 @@ def damage(out: Path, random: Random) -> str | None:
     return f"{how} {path.name}"
 
 
+def whole_steps(out: Path) -> list[int]:
+    """The steps of which every byte is there, by a look of our own."""
+    root = out / "checkpoint"
+    return [step for step in list_steps(root) if not any(find_damage(generation_path(root, step)))]
+
+
 class Life:
     """A run in one directory, with what must be true of it: what is loaded is a prefix of the uninterrupted run."""
 
     def __init__(self, pool: RankPool, out: Path, expected: dict[int, list[float]]) -> None:
         self._pool, self._out, self._expected = pool, out, expected
         self.sizes: set[int] = set()
-        self.num_damaged = 0
-        self.least = 0  # steps that must still be there: those of the newest checkpoint that nobody damaged
 
     def go(self, num_ranks: int, fault: RankFault | None, steps: int = STEPS) -> bool:
         """Train on; whether it came to its end. What it loaded and computed is checked."""
         self.sizes.add(num_ranks)
+        there = max(whole_steps(self._out), default=0)
         result = try_train(self._pool, self._out, num_ranks, fault, steps)
         if result is None:
+            assert max(whole_steps(self._out), default=0) >= there, "a state was lost"
             return False
         loaded, losses = result
-        assert loaded >= self.least, f"{self.least} steps were saved, {loaded} were found"
+        assert loaded == there, f"{there} steps were saved, {loaded} were loaded"
         assert len(losses) == max(loaded, steps)
         for size in self.sizes:
             differences = [abs(a - b) for a, b in zip(losses, self._expected[size], strict=False)]
             assert max(differences) < 1e-5
         if len(self.sizes) == 1:
             assert losses == self._expected[num_ranks][: len(losses)]
-        self.least = len(losses)
-        self.num_damaged = 0
         return True
 
     def damage(self, random: Random) -> bool:
         """Damage the newest checkpoint, if an older one is left to fall back to; whether that was done."""
-        if self.num_damaged >= 2:
-            return False
-        done = damage(self._out, random)
-        self.num_damaged += done is not None
-        self.least = 0
-        return done is not None
+        return len(whole_steps(self._out)) > 1 and damage(self._out, random) is not None
 
 
 def uninterrupted(pool: RankPool, folder: Path) -> dict[int, list[float]]:
@@ -169,3 +170,31 @@ def uninterrupted(pool: RankPool, folder: Path) -> dict[int, list[float]]:
         assert result is not None
         found[num_ranks] = result[1]
     return found
+
+
+KINDS = ["SIGKILL"] * 6 + ["raise"] * 2 + ["SIGABRT", "SIGSEGV", "SIGSTOP", "loop"]
+
+
+def live_through(
+    pool: RankPool, folder: Path, expected: dict[int, list[float]], seed: str, num_faults: int
+) -> tuple[int, int]:
+    """Random faults in one run after the other: how many there were, and how many runs came to their end."""
+    random = Random(seed)
+    done, ends = 0, 0
+    while done < num_faults:
+        life = Life(pool, folder / f"{seed}-{ends}", expected)
+        sizes = random.choice([[2], [3], [2, 3], [1, 2, 3]])
+        is_done = False
+        while not is_done and done < num_faults:
+            num_ranks = random.choice(sizes)
+            what = random.choice(KINDS) if num_ranks > 1 else "SIGKILL"
+            point = random.choice(sorted(POINTS))
+            fault = RankFault(random.randrange(num_ranks), point, random.randrange(4), what)
+            is_done = life.go(num_ranks, fault if random.random() < 0.9 else None)
+            done += not is_done
+            if not is_done and random.random() < 0.3:
+                done += life.damage(random)
+        if not is_done:  # the faults are used up: what is left of it must still be good
+            assert life.go(random.choice(sizes), None)
+        ends += 1
+    return done, ends
