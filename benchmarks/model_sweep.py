@@ -1,7 +1,8 @@
 """All causal-LM families of the installed transformers over a cut sequence, against one process: docs/models.md.
 
-    python benchmarks/model_sweep.py                     all families on 2 and 3 ranks: a quarter of an hour
-    python benchmarks/model_sweep.py llama bart          some, printed and not kept
+    python benchmarks/model_sweep.py --fresh             all families on 2 and 3 ranks: half an hour
+    python benchmarks/model_sweep.py --seconds 240       those that have no row yet, for so long; again goes on
+    python benchmarks/model_sweep.py llama bart          these again
     python benchmarks/model_sweep.py --page              the page, from benchmarks/results/model_sweep.tsv
 
 A family is exact if loss and gradients are those of eager attention in one process for every kind of batch; what is
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -26,16 +28,17 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "model_sweep.tsv"
 PAGE = ROOT / "docs" / "models.md"
 RANKS = (2, 3)
-TIMEOUT = 180.0
+TIMEOUT = 120.0
+NOT_SMALL = "not made small"
 ORDER = ("failed", "wrong", "refused", "exact")
 
 HEAD = """# Which transformers models run over a cut sequence
 
 <!-- Made by benchmarks/model_sweep.py; edits are lost. -->
 
-Tiny random models of causal-LM families, as far as the sweep came, run in `hf.context_parallel` on 2 and 3 ranks and
-compared with eager attention in one process: loss to 1e-5, every gradient to 1e-3. Rows of 37 tokens: plain, packed
-documents (packed), padding on the right (right) and on the left (left).
+Tiny random models of all causal-LM families of the installed transformers, run in `hf.context_parallel` on 2 and 3
+ranks and compared with eager attention in one process: loss to 1e-5, every gradient to 1e-3. Rows of 37 tokens: plain,
+packed documents (packed), padding on the right (right) and on the left (left).
 `exact`: all of these. `partly`: the kinds that are named are refused, the others exact. `refused`: an error before the
 first step that names the layer. The last column is with `unknown="gather"`, which runs such layers on the whole
 sequence on every rank; on 2 ranks, for plain rows and padding on the right. A model of another kind, or one of yours,
@@ -46,7 +49,7 @@ is looked at in the same way when it is first called.
 Made on {made}:
 
 ```sh
-python benchmarks/model_sweep.py
+python benchmarks/model_sweep.py --fresh
 ```
 
 | family | outcome | why | gathered |
@@ -92,47 +95,58 @@ def outcome(pool: RankPool, family: str) -> tuple[str, str]:
     return worst, text
 
 
-def sweep(names: list[str], keep: bool) -> None:
-    """All families first, then those again that were not exact, with gathering; kept as far as it came."""
-    rows: dict[str, list[str]] = {}
+def sweep(names: list[str], seconds: float) -> None:
+    """Each family's row is written as soon as it is known, so a sweep that was stopped goes on where it was."""
+    until = time.monotonic() + seconds
     with RankPool(max(RANKS)) as pool:
-        for family in names:
-            try:
-                pool.run(model_sweep.is_small, family, ranks=1, timeout=TIMEOUT)
-            except Exception as error:
-                print(f"{family}: not made small ({str(error).splitlines()[-1]})", flush=True)
-                continue
-            kind, why = outcome(pool, family)
-            rows[family] = [family, kind, " ".join(why.split()), "exact" if kind == "exact" else "not tried"]
-            report(rows, family, keep)
-        for family, row in rows.items():
-            if row[1] != "exact":
-                row[3] = gathered_outcome(pool, family)
-                report(rows, family, keep)
+        for count, family in enumerate(names):
+            if time.monotonic() > until:
+                print(f"{len(names) - count} families are left: run it again")
+                return
+            row = examine(pool, family)
+            print(*row, sep="\t", flush=True)
+            keep(row)
 
 
-def report(rows: dict[str, list[str]], family: str, keep: bool) -> None:
+def examine(pool: RankPool, family: str) -> list[str]:
+    """Family, outcome, why, and the outcome with gathering."""
+    try:
+        pool.run(model_sweep.is_small, family, ranks=1, timeout=TIMEOUT)
+    except Exception as error:
+        return [family, NOT_SMALL, " ".join(str(error).splitlines()[-1].split()), ""]
+    kind, why = outcome(pool, family)
+    return [family, kind, " ".join(why.split()), kind if kind == "exact" else gathered_outcome(pool, family)]
+
+
+def known_rows() -> dict[str, list[str]]:
+    lines = RESULTS.read_text("utf-8").splitlines() if RESULTS.exists() else []
+    rows = [line.split("\t") for line in lines if not line.startswith("#")]
+    return {row[0]: row for row in rows}
+
+
+def keep(row: list[str]) -> None:
     import transformers
 
-    print(*rows[family], sep="\t", flush=True)
-    if keep:
-        made = f"# {datetime.date.today()} with transformers {transformers.__version__}, torch {torch.__version__}"
-        lines = ["\t".join(row) for row in rows.values()]
-        RESULTS.write_text("\n".join([made, *lines]) + "\n", encoding="utf-8")
+    made = (
+        f"# {datetime.date.today()} with transformers {transformers.__version__}, torch {torch.__version__}"
+    )
+    rows = {**known_rows(), row[0]: row}
+    lines = ["\t".join(rows[family]) for family in sorted(rows)]
+    RESULTS.write_text("\n".join([made, *lines]) + "\n", encoding="utf-8")
 
 
 def page() -> str:
-    made, *lines = RESULTS.read_text("utf-8").splitlines()
-    rows = [line.split("\t") for line in lines]
-    kinds = [row[1] for row in rows]
+    made = RESULTS.read_text("utf-8").splitlines()[0]
+    every = list(known_rows().values())
+    rows = [row for row in every if row[1] != NOT_SMALL]
+    left_out = [row[0] for row in every if row[1] == NOT_SMALL]
+    kinds, gathered = [row[1] for row in rows], sum(row[3] == "exact" for row in rows)
     counts = ", ".join(
         f"{kinds.count(kind)} {kind}" for kind in ("exact", "partly", "refused", "wrong", "failed")
     )
-    gathered = sum(row[3] == "exact" for row in rows)
-    tried = sum(row[3] != "not tried" for row in rows)
-    text = (
-        f"{len(rows)} families: {counts}; of {tried} that were run so, {gathered} are exact with gathering."
-    )
+    text = f"{len(rows)} families: {counts}; {gathered} are exact with gathering."
+    if left_out:
+        text += f"\n\nNot made small, so not tried: {', '.join(left_out)}."
     table = "".join(f"| {name} | {kind} | {_cell(why)} | {after} |\n" for name, kind, why, after in rows)
     return HEAD.format(counts=text, made=made.removeprefix("# ")) + table
 
@@ -146,14 +160,19 @@ def _cell(why: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("families", nargs="*")
+    parser.add_argument("families", nargs="*", help="to be run again; default: those that have no row yet")
+    parser.add_argument("--fresh", action="store_true", help="forget all rows first")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no family after so many")
     parser.add_argument("--page", action="store_true", help="only write the page")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.fresh:
+        RESULTS.unlink(missing_ok=True)
     if not options.page:
-        sweep(options.families or tiny_models.families(), keep=not options.families)
-    if not options.families:
-        PAGE.write_text(page(), encoding="utf-8")
+        rows = known_rows()
+        names = options.families or [name for name in tiny_models.families() if name not in rows]
+        sweep(names, options.seconds)
+    PAGE.write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 VOCABULARY = 61
-MOST_PARAMETERS = 6_000_000
+MOST_PARAMETERS = 8_000_000
 _HEADS = (
     "num_attention_heads",
     "n_head",
@@ -47,7 +47,7 @@ _DROPOUTS = (
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size"), 32),
+    **dict.fromkeys(("hidden_size", "hidden_size_global", "n_embd", "d_model", "embedding_size"), 32),
     **dict.fromkeys(_WIDTHS, 48),
     **dict.fromkeys(_LAYERS, 2),
     **dict.fromkeys(("encoder_layers", "num_encoder_layers"), 1),
@@ -87,7 +87,17 @@ BESIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "falcon_h1": {"layer_types": _LEFT_OUT, "mamba_d_ssm": 64, "mamba_n_groups": 1},
     "bamba": {"layer_types": _LEFT_OUT, "attn_layer_indices": [1]},
-    "cohere_compass_text": {"layer_types": _WINDOW_AND_FULL},
+    "cohere_compass_text": {
+        "layer_types": _WINDOW_AND_FULL,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+            for kind in _WINDOW_AND_FULL
+        },
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "dots1": {"n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "gemma3n_text": {
@@ -127,6 +137,7 @@ BESIDES: dict[str, dict[str, Any]] = {
         "ngram_vocab_size_base": 64,
         "split_ngram_parts": 1,
     },
+    "blt": {"encoder_hash_byte_group_vocab": 50},
     "qwen2_moe": {"use_sliding_window": True},
     "roc_bert": {"shape_vocab_size": 61, "pronunciation_vocab_size": 61},
     "xmod": {"default_language": "en_XX"},
@@ -143,7 +154,11 @@ BESIDES: dict[str, dict[str, Any]] = {
 def make_config(family: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[family]
+    return _small(CONFIG_MAPPING[family], family)
+
+
+def _small(kind: Any, family: str) -> Any:
+    """A configuration of this class with small sizes, and small ones of the models it is composed of."""
     usual = kind()
     names = usual.attribute_map if hasattr(usual, "attribute_map") else {}
     given = {name: value for name, value in SMALL.items() if _has(usual, name)}
@@ -158,6 +173,10 @@ def make_config(family: str) -> Any:
         given |= {name: len(given["layer_types"]) for name in _LAYERS if name in given}
     if hasattr(usual, "is_decoder"):
         given["is_decoder"] = True
+    for name in kind.sub_configs:
+        part = getattr(usual, name, None)
+        if part is not None and any(_has(part, layers) for layers in (*_LAYERS, "depth")):
+            given[name] = _small(type(part), part.model_type).to_dict()
     given |= BESIDES.get(family, {})
     return kind(**{name: value for name, value in given.items() if value is not _LEFT_OUT})
 

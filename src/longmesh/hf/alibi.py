@@ -69,7 +69,7 @@ def _for_length(own: Callable[..., Tensor], batch: OpenBatch) -> Callable[..., T
     def build(num_heads: int, sequence_length: int, *args: Any, **kwargs: Any) -> Tensor:
         if is_whole():
             return own(num_heads, sequence_length, *args, **kwargs)
-        whole = own(num_heads, batch.tokens.shape[1], *args, **kwargs)
+        whole = own(num_heads, batch.length, *args, **kwargs)
         return CutBias.of(whole, (*whole.shape[:-1], _tokens(batch)))
 
     return build

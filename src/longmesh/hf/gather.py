@@ -21,7 +21,7 @@ from longmesh.attention import masks
 from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import OpenBatch, current_look, is_whole, set_whole
+from longmesh.hf.open_batch import OpenBatch, as_whole, current_look, is_whole
 
 
 class _Gather(torch.autograd.Function):
@@ -74,7 +74,7 @@ def warn_of_memory(model: nn.Module, modules: list[tuple[str, nn.Module]], batch
     classes = sorted({type(module).__name__ for _, module in modules})
     warnings.warn(
         f"hf.context_parallel(unknown='gather'): {len(modules)} of {type(model).__name__}'s layers "
-        f"({', '.join(classes)}) run on the whole sequence of {batch.tokens.shape[1]} tokens on every rank, with the "
+        f"({', '.join(classes)}) run on the whole sequence of {batch.length} tokens on every rank, with the "
         "memory and time of one process",
         stacklevel=3,
     )
@@ -111,11 +111,8 @@ def _whole(
         return _map(take, value)
 
     given, named = gather(args), gather(kwargs)
-    set_whole(True)
-    try:
+    with as_whole():
         out = forward(*given, **named)
-    finally:
-        set_whole(False)
     return take(out)
 
 
@@ -179,7 +176,7 @@ def _token_dim(value: Tensor, tokens: int) -> int | None:
 def dense(mask: masks.Mask, batch: OpenBatch) -> Tensor:
     """The whole mask as a tensor to be added to scores: (rows, 1, tokens, tokens)."""
     seen = batch.cut.engine_with(mask).plan.mask
-    length, device = batch.tokens.shape[1], batch.tokens.device
+    length, device = batch.length, batch.tokens.device
     at = torch.arange(length, device=device)
     rows = [torch.tensor(row, device=device) for row in range(batch.rows)]
     shown = torch.stack([seen.visible(row, torch.zeros_like(row), at[:, None], at) for row in rows])

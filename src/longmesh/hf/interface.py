@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from longmesh.attention import ContextParallel, masks
 from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.attention.scope.cut_sequence import CutSequence
+from longmesh.attention.scope.intercept import attends_locally
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.errors import LongmeshError
 from longmesh.hf.gather import dense
 from longmesh.hf.mask_functions import mask_of
-from longmesh.hf.open_batch import current_batch, current_look, is_whole
+from longmesh.hf.open_batch import as_whole, current_batch, current_look, is_fusing, is_whole
 
 NAME = "longmesh"
 
@@ -78,8 +79,8 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (batch, heads, tokens, head dim) in, (batch, tokens, heads, head dim) out."""
-    cut = current_cut()
-    if cut is None or is_whole():
+    cut, batch = current_cut(), current_batch()
+    if cut is None or is_whole() or (batch is not None and batch.is_outside(module)):
         return _by_sdpa(
             module,
             query,
@@ -134,7 +135,7 @@ def _engine(
 
 # What models hand to attention that does not change it: it was used before, or speaks of the whole row.
 _NOT_ATTENTION = frozenset(
-    ("position_ids", "cache_position", "position_embeddings", "shift_labels", "num_items_in_batch")
+    ("position_ids", "cache_position", "position_embeddings", "labels", "shift_labels", "num_items_in_batch")
 )
 
 
@@ -160,6 +161,13 @@ def attend_directly(
     return cut.attend(query, key, value, *args, **kwargs)
 
 
+def attend_in_module(*args: Any, **kwargs: Any) -> Any:
+    """nn.MultiheadAttention, which may look at features that are not cut."""
+    if not is_whole():
+        raise attends_locally(torch.nn.functional.multi_head_attention_forward)
+    return torch.nn.functional.multi_head_attention_forward(*args, **kwargs)
+
+
 def token_by_token(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """In place of attention while a model is looked at: depends on q, k and v of each token, and on no other token."""
     heads = query.shape[1] // key.shape[1]
@@ -174,7 +182,8 @@ def _by_sdpa(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None
         raise LongmeshError(
             "attention sinks outside hf.context_parallel: use attn_implementation='eager' there"
         )
-    return sdpa_attention_forward(module, *args, **kwargs)
+    with as_whole():  # a scope's F.scaled_dot_product_attention is torch's own here
+        return sdpa_attention_forward(module, *args, **kwargs)
 
 
 def _capped(limit: float) -> Callable[..., Tensor]:
@@ -195,7 +204,9 @@ def mask_tensor(
     """transformers' mask function: over a cut sequence what the mask means, elsewhere sdpa's tensor."""
     from transformers.masking_utils import sdpa_mask
 
-    if current_cut() is None:
+    batch = current_batch()
+    of_features = is_fusing() and batch is not None and q_length != batch.length
+    if current_cut() is None or of_features:
         return sdpa_mask(
             batch_size,
             q_length,
@@ -207,11 +218,11 @@ def mask_tensor(
             device=device,
             **kwargs,
         )
-    batch = current_batch()
     mask = mask_of(mask_function, batch) or masks.full()
-    if is_whole() and batch is not None:
+    if is_whole() and not is_fusing() and batch is not None:
         return dense(mask, batch)
-    if current_look() is None and attention_mask is not None and not bool(attention_mask.all()):
+    is_known = is_fusing() or current_look() is not None
+    if not is_known and attention_mask is not None and not bool(attention_mask.all()):
         raise LongmeshError(
             "a padding mask inside hf.context_parallel: pass it in the batch given to the scope, which cuts it"
         )

@@ -15,6 +15,8 @@ Every rank looks at the same tokens, so all come to the same answer. Nothing is 
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +46,7 @@ def look_at(model: nn.Module, batch: OpenBatch, gather: bool = False) -> Treatme
 
     `gather`: layers that can't be cut may run on the whole sequence.
     """
-    _refuse_sparse(model, batch.tokens.shape[1])
+    _refuse_sparse(model, batch.length)
     treatment = Treatment()
     while True:
         try:
@@ -83,42 +85,55 @@ def _next(model: nn.Module, before: Treatment, culprit: _Culprit, gather: bool) 
 
 
 def _look_for_mixing(model: nn.Module, batch: OpenBatch) -> None:
-    ids, positions = _sample(model, batch)
-    num = ids.shape[1]
-    order = torch.arange(num - 1, -1, -1, device=ids.device)
+    name, tokens, positions = _sample(model, batch)
+    num = tokens.shape[1]
+    order = torch.arange(num - 1, -1, -1, device=tokens.device)
     others = order % 3 == 1
-    second = torch.where(others, (ids + 1) % (ids.max() + 1), ids)[:, order]
+    changed = tokens.roll(1, 1) if tokens.is_floating_point() else (tokens + 1) % (tokens.max() + 1)
+    second = torch.where(others[:, None] if tokens.ndim == 3 else others, changed, tokens)[:, order]
     second_positions = torch.where(others, positions.flip(-1), positions)[..., order]
     kept, now = order[~others[order]], (~others[order]).nonzero().flatten()
-    first_run = _observe(model, {"input_ids": ids, "position_ids": positions})
-    second_run = _observe(model, {"input_ids": second, "position_ids": second_positions})
-    for a, b in zip(first_run.calls, second_run.calls, strict=False):
-        same = a.module is b.module
-        if not same or (
-            _alike(a.inputs, b.inputs, num, kept, now) and not _alike(a.outputs, b.outputs, num, kept, now)
-        ):
+    first_run = _observe(model, {name: tokens, "position_ids": positions})
+    second_run = _observe(model, {name: second, "position_ids": second_positions})
+    for a, b in _pairs(first_run, second_run):
+        if _alike(a.inputs, b.inputs, num, kept, now) and not _alike(a.outputs, b.outputs, num, kept, now):
             raise _mixes(a)
-    if len(first_run.calls) != len(second_run.calls):
-        raise _mixes(first_run.calls[-1])
+
+
+def _pairs(first: Run, second: Run) -> Iterator[tuple[Call, Call]]:
+    """The calls of each module in both runs. Experts that other tokens went to are called in one of them only; the
+    layer that calls them is compared."""
+    counts = [Counter(call.module for call in run.calls) for run in (first, second)]
+    of_second: defaultdict[nn.Module, deque[Call]] = defaultdict(deque)
+    for call in second.calls:
+        of_second[call.module].append(call)
+    for call in first.calls:
+        if counts[0][call.module] == counts[1][call.module]:
+            yield call, of_second[call.module].popleft()
 
 
 def _find_rule(model: nn.Module, batch: OpenBatch):
     """How the model counts positions where it is given none."""
     if batch.has_positions:
         return RULES[0]
-    ids, _ = _sample(model, batch)
-    num, pad = ids.shape[1], padding_id(model)
-    ids = torch.where(ids == pad, (ids + 1) % (ids.max() + 1), ids)
+    name, tokens, _ = _sample(model, batch)
+    num, pad = tokens.shape[1], padding_id(model)
+    ids = batch.tokens[: len(tokens), :1].expand(-1, num)
+    is_embedded = name == "inputs_embeds"
+    if not is_embedded:
+        ids = tokens = torch.where(tokens == pad, (tokens + 1) % (tokens.max() + 1), tokens)
     every = torch.ones_like(ids)
-    cases = [(ids, every)]
-    if pad >= 0:
-        cases.append((_with_padding(ids, 5, pad), every))
+    cases = [(tokens, ids, every)]
+    if pad >= 0 and not is_embedded:
+        changed = _with_padding(ids, 5, pad)
+        cases.append((changed, changed, every))
     if batch.padding is not None:
         real = torch.arange(num, device=ids.device) >= 3
-        cases.append((torch.where(real, ids, max(pad, 0)), every * real))
+        changed = ids if is_embedded else torch.where(real, ids, max(pad, 0))
+        cases.append((tokens if is_embedded else changed, changed, every * real))
     parts: list[Call] = []
     for rule in RULES:
-        parted = _parts(model, cases, lambda ids, mask, rule=rule: rule(ids, mask, pad))
+        parted = _parts(model, name, cases, lambda ids, mask, rule=rule: rule(ids, mask, pad))
         if parted is None:
             return rule
         parts.append(parted)
@@ -136,11 +151,11 @@ def _with_padding(ids: Tensor, at: int, pad: int) -> Tensor:
     return changed
 
 
-def _parts(model: nn.Module, cases: list[tuple[Tensor, Tensor]], count) -> Call | None:
+def _parts(model: nn.Module, name: str, cases: list[tuple[Tensor, Tensor, Tensor]], count) -> Call | None:
     """The first call that is not the same with positions of ours as with those that the model counts."""
-    for ids, mask in cases:
-        given = _observe(model, {"input_ids": ids, "position_ids": count(ids, mask)})
-        own = _observe(model, {"input_ids": ids} | ({} if bool(mask.all()) else {"attention_mask": mask}))
+    for tokens, ids, mask in cases:
+        given = _observe(model, {name: tokens, "position_ids": count(ids, mask)})
+        own = _observe(model, {name: tokens} | ({} if bool(mask.all()) else {"attention_mask": mask}))
         at = mask[0].nonzero().flatten()
         for a, b in zip(own.calls, given.calls, strict=False):
             if a.module is not b.module or not _alike(a.outputs, b.outputs, ids.shape[1], at, at):
@@ -148,13 +163,16 @@ def _parts(model: nn.Module, cases: list[tuple[Tensor, Tensor]], count) -> Call 
     return None
 
 
-def _sample(model: nn.Module, batch: OpenBatch) -> tuple[Tensor, Tensor]:
-    """Some tokens of one or two rows and their positions. Their number is no other size of the model."""
+def _sample(model: nn.Module, batch: OpenBatch) -> tuple[str, Tensor, Tensor]:
+    """Some tokens of one or two rows, by the name they are given by, and their positions. Their number is no other
+    size of the model."""
     sizes = {size for parameter in model.parameters() for size in parameter.shape}
     num = next((n for n in _PRIMES if n not in sizes), _PRIMES[-1])
-    length = batch.tokens.shape[1]
-    at = torch.arange(num, device=batch.tokens.device) * max(length - 1, 0) // (num - 1)
-    return batch.tokens[:2, at], batch.positions[..., :2, :][..., at]
+    at = torch.arange(num, device=batch.tokens.device) * max(batch.length - 1, 0) // (num - 1)
+    positions = batch.positions[..., :2, :][..., at]
+    if batch.embeds is not None:
+        return "inputs_embeds", batch.embeds[:2, at].detach(), positions
+    return "input_ids", batch.tokens[:2, at], positions
 
 
 def _observe(model: nn.Module, given: dict[str, Tensor]) -> Run:

@@ -18,12 +18,21 @@ IGNORED = -100
 
 
 class SharedLoss:
-    """F.cross_entropy on the labels of an open scope. `labels`, `following`: whole, and as this rank's part."""
+    """F.cross_entropy on the labels of an open scope, of which `labels` and `following` are this rank's part."""
 
-    def __init__(self, engine: ContextParallel, labels: Tensor, following: Tensor) -> None:
+    def __init__(self, engine: ContextParallel, labels: Tensor) -> None:
+        following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         self.labels, self.following = engine.shard(labels, 1), engine.shard(following, 1)
         self.num_following = (following != IGNORED).sum()
         self._num_labels = (labels != IGNORED).sum()
+
+    def part(self) -> dict[str, Tensor]:
+        """What to call a model with."""
+        return {
+            "labels": self.labels,
+            "shift_labels": self.following,
+            "num_items_in_batch": self.num_following,
+        }
 
     def __call__(
         self,

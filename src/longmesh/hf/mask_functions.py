@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +45,7 @@ def mask_of(function: Callable[..., Any], batch: OpenBatch | None) -> masks.Mask
         case "sliding_window_bidirectional_overlay":
             return masks.sliding_window(captured["sliding_window"], captured["sliding_window"])
         case "chunked_overlay":
-            return _chunks(captured["chunk_size"], () if batch is None else batch.left_padding)
+            return _chunks(captured["chunk_size"], batch)
         case "blockwise_overlay":
             return block_mask(captured["block_sequence_ids"], batch)
         case "packed_sequence_mask_function":
@@ -55,10 +56,15 @@ def mask_of(function: Callable[..., Any], batch: OpenBatch | None) -> masks.Mask
     )
 
 
-def _chunks(size: int, left_padding: tuple[int, ...]) -> masks.Mask:
+def _chunks(size: int, batch: OpenBatch | None) -> masks.Mask:
     """Chunks of a row begin at its first token that is not padding."""
-    if not any(left_padding):
+    if batch is None or not any(batch.left_padding):
         return masks.chunked(size, within=masks.full())
-    raise LongmeshError(
-        "chunked attention and padding on the left: pad on the right, where chunks begin at a row's first token"
-    )
+    length = batch.length
+    rows = [_lengths(length, padding, size) for padding in batch.left_padding]
+    return masks.documents(rows[0] if len(rows) == 1 else rows, within=masks.full())
+
+
+def _lengths(length: int, padding: int, size: int) -> list[int]:
+    bounds = [0, *range(padding or size, length, size), length]
+    return [stop - start for start, stop in itertools.pairwise(bounds)]

@@ -78,7 +78,7 @@ def observe(model: nn.Module, given: dict[str, Tensor]) -> Run:
 
     handles = [module.register_forward_hook(leave, with_kwargs=True) for module in names]
     handles += [module.register_forward_pre_hook(enter) for module in names]
-    rows, tokens = given["input_ids"].shape
+    rows, tokens = next(iter(given.values())).shape[:2]
     set_look(Look(tokens, rows, given.get("position_ids")))
     try:
         model(**_accepted(model, {**given, "use_cache": False}))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longmesh.attention import masks
 from longmesh.attention.scope.cut_sequence import CutSequence
@@ -15,35 +17,45 @@ from longmesh.errors import LongmeshError
 from longmesh.hf.positions import Rule, counted
 from longmesh.recurrent import RecurrentParallel
 
+if TYPE_CHECKING:
+    from longmesh.hf.whole_batch import WholeBatch
+
 
 class OpenBatch:
     """A batch that is cut by `cut`; what it holds is whole, (rows, tokens), but `local_positions`.
 
-    `positions`: None if the batch gave none. `padding`: 1 for tokens, 0 for padding, None if there is none.
-    `is_packed`: whether rows hold several documents. `types`: of tokens, for masks that depend on
-    them. `documents`: their lengths, with padding as documents of its own or without, asked for by layers with a
-    state.
+    `positions`: counted, if the batch gave none. `types`: of tokens, for masks that depend on them. `decoder`: the
+    modules that see this rank's tokens only, None if all of a model's do.
     """
 
-    def __init__(
-        self,
-        cut: CutSequence,
-        tokens: Tensor,
-        *,
-        positions: Tensor | None,
-        padding: Tensor | None,
-        is_packed: bool,
-        documents: Callable[[bool], list[list[int]]],
-        types: Tensor | None = None,
-    ) -> None:
-        self.types = types
+    def __init__(self, cut: CutSequence, given: WholeBatch, batch: Mapping[str, Any]) -> None:
+        self.cut, self.tokens, self.embeds = cut, given.ids, given.embeds
+        self.padding, self.is_packed, self.features = given.padding, given.is_packed, given.features
+        self.types = batch[given.types[0]] if given.types else None
+        self.decoder: frozenset[nn.Module] | None = None
+        self._given = given
         self._blocks: dict[Callable[[Tensor], Tensor], masks.Mask] = {}
-        self.cut, self.tokens, self.padding, self.is_packed = cut, tokens, padding, is_packed
-        self._documents = documents
         self._recurrent: dict[tuple[bool, bool], RecurrentParallel] = {}
-        self.has_positions = positions is not None
-        self.positions = counted(tokens, tokens, -1) if positions is None else positions
+        self.has_positions = given.positions is not None
+        self.positions = counted(given.ids, given.ids, -1) if given.positions is None else given.positions
         self.local_positions = self.cut.lead.shard(self.positions, -1)
+
+    def part(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What to call a model with, but for labels: this rank's tokens, or all where features are to be fused."""
+        if self.features:
+            return dict(batch)
+        part = {name: value for name, value in batch.items() if name != "attention_mask"}
+        cut = ["input_ids" if self.embeds is None else "inputs_embeds", *self._given.types]
+        part |= {name: self.cut.lead.shard(batch[name], 1) for name in cut}
+        return {**part, "position_ids": self.local_positions}
+
+    def is_outside(self, module: nn.Module) -> bool:
+        """Whether a module sees something else than this rank's tokens: it comes before the cut."""
+        return self.decoder is not None and module not in self.decoder
+
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[1]
 
     @property
     def rows(self) -> int:
@@ -62,7 +74,7 @@ class OpenBatch:
 
     def _make_recurrent(self, whole: bool, through_padding: bool) -> RecurrentParallel:
         cut = self.cut
-        documents = self._documents(not through_padding)
+        documents = self._given.documents(apart=not through_padding)
         layers = RecurrentParallel(None if whole else cut.mesh, seq_len=cut.seq_len, documents=documents)
         if whole:
             return layers
@@ -115,6 +127,7 @@ class Look:
 _batch: ContextVar[OpenBatch | None] = ContextVar("longmesh_hf_batch", default=None)
 _look: ContextVar[Look | None] = ContextVar("longmesh_hf_look", default=None)
 _whole: ContextVar[bool] = ContextVar("longmesh_hf_whole", default=False)
+_fusing: ContextVar[bool] = ContextVar("longmesh_hf_fusing", default=False)
 
 
 def current_batch() -> OpenBatch | None:
@@ -139,8 +152,23 @@ def set_look(look: Look | None) -> None:
 
 def is_whole() -> bool:
     """Whether a layer runs that was given the whole sequence."""
-    return _whole.get()
+    return _whole.get() or _fusing.get()
 
 
-def set_whole(whole: bool) -> None:
-    _whole.set(whole)
+def is_fusing() -> bool:
+    """Whether a model runs that has not reached its language model, where its sequence is cut."""
+    return _fusing.get()
+
+
+def set_fusing(on: bool) -> None:
+    _fusing.set(on)
+
+
+@contextlib.contextmanager
+def as_whole() -> Iterator[None]:
+    """Attention in here is that of one process."""
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)

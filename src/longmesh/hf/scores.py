@@ -292,7 +292,7 @@ def _band(shown: Any, name: str) -> masks.Mask:
     base = shown._base if isinstance(shown, Tensor) else None
     if base is None or batch is None or base.ndim < 2:
         raise _unknown(name)
-    length, tokens = batch.tokens.shape[1], _tokens()
+    length, tokens = batch.length, _tokens()
     seen = base.reshape(-1, *base.shape[-2:])
     if len(seen) != 1 or min(seen.shape[-2:]) < length or not _is_corner(shown, base, tokens):
         raise _unknown(name)

@@ -14,7 +14,7 @@ from torch import Tensor
 from longmesh.attention import masks
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import OpenBatch, current_look
+from longmesh.hf.open_batch import OpenBatch, current_look, is_fusing
 
 NAMES = ("token_type_ids", "mm_token_type_ids")
 
@@ -44,7 +44,7 @@ def block_mask(local: Tensor, batch: OpenBatch | None) -> masks.Mask:
             "the model masks by blocks of tokens: give token_type_ids or mm_token_type_ids in the batch of "
             "hf.context_parallel, which cuts them"
         )
-    part = batch.cut.lead.shard(types, 1)
+    part = types if is_fusing() else batch.cut.lead.shard(types, 1)
     fits = torch.tensor([bool((rule(part) == local).all()) for rule in RULES], device=local.device).long()
     fitting = _everywhere(fits, batch)
     if not bool(fitting.any()):

@@ -192,10 +192,9 @@ class Trainer(transformers.Trainer):
             return True
         assert self._whole is not None
         classes = plain_model(self.accelerator.unwrap_model(self.model)).config.get_text_config().vocab_size
-        tokens = self._whole["input_ids"].numel() / self.cp_size
-        return (
-            self.model_accepts_loss_kwargs and "shift_labels" in inputs and 4 * tokens * classes > _FEW_BYTES
-        )
+        if not self.model_accepts_loss_kwargs or "shift_labels" not in inputs:
+            return False
+        return 4 * self._whole["labels"].numel() / self.cp_size * classes > _FEW_BYTES
 
     def _loss_of_whole(
         self,

@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from longmesh.hf import alibi, positions, rope, scores
+from longmesh.hf.fused import cut_at_decoder
 from longmesh.hf.gather import run_gathered
 from longmesh.hf.mixers.bind import bind_mixer, is_mixer
-from longmesh.hf.open_batch import OpenBatch, current_look, is_whole
+from longmesh.hf.open_batch import OpenBatch, current_look, is_fusing, is_whole
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,15 @@ def treat(model: nn.Module, treatment: Treatment, batch: OpenBatch) -> ExitStack
         look = current_look()
         if look is not None:
             return None if look.positions is None else look.positions.expand(look.rows, -1)
+        if is_fusing():
+            return None
         return batch.positions if is_whole() else batch.local_positions
 
     def longest() -> int:
         return int(batch.positions.max())
 
+    if batch.features:
+        undo.callback(cut_at_decoder(model, batch))
     for module in model.modules():
         if is_mixer(module):
             undo.callback(bind_mixer(module))

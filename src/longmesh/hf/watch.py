@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from longmesh.hf.gather import warn_of_memory
 from longmesh.hf.look import look_at
-from longmesh.hf.open_batch import OpenBatch, current_look
+from longmesh.hf.open_batch import OpenBatch, current_look, set_fusing
 from longmesh.hf.positions import padding_id
 from longmesh.hf.router import share_router_loss
 from longmesh.hf.treat import Treatment, treat
@@ -52,11 +52,14 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
             if module not in prepared:
                 prepared[module] = None
                 undo.push(treat(module, treatment, batch))
+            set_fusing(bool(batch.features))
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if not is_ours(module):
             return None
         outermost.pop()
+        if not outermost:
+            set_fusing(False)
         return share_router_loss(module, output, batch)
 
     with contextlib.ExitStack() as undo:

@@ -79,11 +79,7 @@ class AttentionMode(TorchFunctionMode):
         if func in _ENGINE:
             return self._differentiate(func, args, kwargs)
         if _computes_attention(func):
-            name = getattr(func, "__name__", "this function")
-            raise LongmeshError(
-                f"{name} inside a scope of context parallelism would attend to this rank's tokens only; use "
-                "F.scaled_dot_product_attention, longmesh.flex_attention or ContextParallel"
-            )
+            raise attends_locally(func)
         if torch.compiler.is_compiling() and isinstance(func, HigherOrderOperator):
             # Its functions would be traced without the mode. This way they are called, each a graph of its own.
             break_graph("a higher order operator inside a scope of context parallelism")
@@ -111,6 +107,14 @@ class AttentionMode(TorchFunctionMode):
             if func is torch.autograd.grad:
                 return torch.autograd.grad(edges, given.pop("inputs"), grads, **given)
             return torch.autograd.backward(edges, grads, **given)
+
+
+def attends_locally(func: Callable[..., Any]) -> LongmeshError:
+    name = getattr(func, "__name__", "this function")
+    return LongmeshError(
+        f"{name} inside a scope of context parallelism would attend to this rank's tokens only; use "
+        "F.scaled_dot_product_attention, longmesh.flex_attention or ContextParallel"
+    )
 
 
 def _computes_attention(func: Callable[..., Any]) -> bool:

@@ -1,0 +1,100 @@
+"""A batch as a scope is given it: whole, on every rank, checked before anything is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longmesh.attention import masks
+from longmesh.errors import LongmeshError
+from longmesh.hf.fused import features_of
+from longmesh.hf.token_blocks import NAMES
+from longmesh.hf.visible import document_lengths, visible
+
+_NO_ID = -2  # of tokens that are given as embeddings: no token and no padding
+
+
+@dataclass(frozen=True, eq=False)
+class WholeBatch:
+    """`ids`: (rows, tokens), without meaning where `embeds` are given instead. `positions`: those given, None if there
+    are none. `in_order`: positions that start again where a document begins. `padding`: 1 for tokens, 0 for padding,
+    None if there is none. `types`: names of what tells the kinds of tokens. `features`: of images and the like, by
+    name."""
+
+    ids: Tensor
+    embeds: Tensor | None
+    positions: Tensor | None
+    in_order: Tensor
+    padding: Tensor | None
+    types: list[str]
+    features: list[str]
+    cu_seqlens: Tensor | Sequence[int] | None
+
+    @staticmethod
+    def of(batch: Mapping[str, Any], cu_seqlens: Tensor | Sequence[int] | None) -> WholeBatch:
+        ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
+        if (ids is None) == (embeds is None):
+            given = "neither" if ids is None else "both"
+            raise LongmeshError(
+                f"hf.context_parallel: the batch has {given} of input_ids (rows, tokens) and inputs_embeds (rows, "
+                "tokens, features); give one of them"
+            )
+        if embeds is not None:
+            ids = torch.full(embeds.shape[:2], _NO_ID, device=embeds.device)
+        assert isinstance(ids, Tensor)
+        _check_shapes(batch, ids)
+        counting = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        given = batch.get("position_ids")
+        positions = given
+        if given is not None and given.ndim < 3:
+            positions = given.expand(ids.shape)
+        # (3, rows, tokens) are of images as well: they tell no documents.
+        in_order = counting if positions is None or positions.ndim == 3 else positions
+        padding = batch.get("attention_mask")
+        return WholeBatch(
+            ids=ids,
+            embeds=embeds,
+            positions=positions,
+            in_order=in_order,
+            padding=None if padding is None or bool(padding.all()) else padding,
+            types=[name for name in NAMES if isinstance(batch.get(name), Tensor)],
+            features=features_of(batch),
+            cu_seqlens=cu_seqlens,
+        )
+
+    @property
+    def is_packed(self) -> bool:
+        return self.cu_seqlens is not None or bool((self.in_order.diff(dim=1) != 1).any())
+
+    def visible(self, batch: Mapping[str, Any], mask: masks.Mask | None) -> masks.Mask | None:
+        """What attention may see, None if everything."""
+        seen = visible(batch, self.in_order, self.cu_seqlens)
+        if mask is None or seen is None:
+            return seen if mask is None else mask
+        return seen & mask
+
+    def documents(self, *, apart: bool) -> list[list[int]]:
+        """The lengths of each row's documents; `apart`: padding is documents of its own."""
+        return document_lengths(self.padding, self.in_order, self.cu_seqlens, apart=apart)
+
+
+def _check_shapes(batch: Mapping[str, Any], ids: Tensor) -> None:
+    if ids.ndim != 2:
+        raise LongmeshError(f"hf.context_parallel: input_ids are {tuple(ids.shape)}; give (rows, tokens)")
+    for name in ("labels", "attention_mask", "position_ids", *NAMES):
+        value = batch.get(name)
+        if not isinstance(value, Tensor) or (name == "attention_mask" and value.ndim != 2):
+            continue
+        wanted = tuple(ids.shape)
+        is_like = tuple(value.shape[-2:]) == wanted or (
+            name == "position_ids" and value.shape[-1] == wanted[1] and value.shape[:-1].numel() == 1
+        )
+        if not is_like:
+            raise LongmeshError(
+                f"hf.context_parallel: {name} are {tuple(value.shape)} for {wanted[0]} rows of {wanted[1]} tokens; "
+                "give the whole batch, shaped alike"
+            )
