@@ -166,6 +166,12 @@ function_mode_count: Callable[[], int] = _find(
 functorch_level: Callable[[], int | None] = _find(
     "torch._C._functorch:maybe_current_level", "the short way of ops", otherwise=lambda: 1
 )
+# Whether a tensor is inside the class in which torch.func hands tensors on.
+is_transformed: Callable[[torch.Tensor], bool] = _find(
+    "torch._C._functorch:is_functorch_wrapped_tensor",
+    "errors about torch.func",
+    otherwise=lambda tensor: False,
+)
 # Whether autocast is on for any kind of device.
 is_any_autocast_enabled: Callable[[], bool] = _find(
     "torch._C:_is_any_autocast_enabled",

@@ -238,3 +238,30 @@ def module_on_two_axes():
 
 def test_modules_on_two_axes(pool):
     assert all(pool.run(module_on_two_axes, ranks=4)[0])
+
+
+def sparse_gradients():
+    """The gradient of a lookup with sparse=True: values as plain torch's, dense, laid out as the table."""
+    table, indices = (
+        torch.randn(7, 4, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([[1, 2, 6], [6, 0, 1]]),
+    )
+    mesh, found = cpu_mesh(3), []
+    for padding, options in ((None, {}), (2, {"padding_idx": 2})):
+        plain = table.clone().requires_grad_()
+        F.embedding(indices, plain, sparse=True, **options).sin().sum().backward()
+        for placement in (Shard(0), Shard(1), Replicate()):
+            for index_placement in (Shard(0), Shard(1), Replicate()):
+                sharded = distribute_tensor(table, mesh, [placement]).requires_grad_()
+                given = distribute_tensor(indices, mesh, [index_placement])
+                F.embedding(given, sharded, sparse=True, **options).sin().sum().backward()
+                error = (sharded.grad.full_tensor() - plain.grad.to_dense()).abs().max().item()
+                found.append((padding, placement, index_placement, error, sharded.grad.placements))
+    return found
+
+
+def test_sparse_gradients(pool):
+    for found in pool.run(sparse_gradients, ranks=3):
+        assert len(found) == 18
+        assert [case for case in found if not case[3] < 1e-6] == []
+        assert {case[4] for case in found if case[1] == Shard(0)} == {(Shard(0),)}

@@ -2,7 +2,7 @@
 
 import torch
 
-from longmesh import Shard, distribute_tensor
+from longmesh import Replicate, Shard, distribute_tensor
 from longmesh.errors import LongmeshError
 from longmesh.testing.mesh import cpu_mesh
 from support.op_check import compare_op
@@ -164,3 +164,27 @@ def test_a_write_that_would_be_lost_is_refused(pool):
         "can't write in place to this view: aten.unfold.default of a tensor laid out as S(0)"
     )
     assert text.endswith("write to the tensor itself, or redistribute it to Replicate() first")
+
+
+def views_of_nothing():
+    """unbind of a dim of size 0 gives no pieces, and as_strided reads an expanded tensor."""
+    mesh, found = cpu_mesh(3), []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for shape, dim in (((0, 3), 0), ((3, 0), 1), ((0, 0), 0), ((0, 0), 1)):
+            x = distribute_tensor(torch.zeros(shape), mesh, [placement])
+            found.append(x.unbind(dim) == () and x.requires_grad_().unbind(dim) == ())
+        base = torch.arange(10.0).view(5, 2, 1)
+        plain = base.clone().requires_grad_()
+        sharded = distribute_tensor(base, mesh, [placement]).requires_grad_()
+        for size, stride in (((5, 2, 3), (2, 1, 0)), ((5, 2), (2, 1)), ((4, 2), (1, 1))):
+            got, want = (t.expand(5, 2, 4).as_strided(size, stride) for t in (sharded, plain))
+            (gradient,) = torch.autograd.grad(got.sin().sum(), sharded)
+            (expected,) = torch.autograd.grad(want.sin().sum(), plain)
+            found.append(torch.equal(got.full_tensor(), want))
+            found.append(torch.allclose(gradient.full_tensor(), expected))
+    return found
+
+
+def test_views_of_nothing(pool):
+    for found in pool.run(views_of_nothing, ranks=3):
+        assert found == [True] * 30

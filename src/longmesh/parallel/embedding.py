@@ -4,6 +4,7 @@
     by rows      table S(0): every rank looks up the rows that are its own    -> P, zeros elsewhere
 
 The gradient of the table stays sharded as the table is: each rank makes that of its own part, without communication.
+It is dense, with `sparse=True` too: a DTensor is.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ class EmbeddingStep:
         """The module's forward. Collective: every rank of the mesh."""
         if (
             max_norm is None
-            and not sparse
             and can_fuse(indices, self.mesh, self.input_layout, self.output_layout)
             and isinstance(table, DTensor)
             and table.placements == (self.weight_placement,)

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from longmesh._torch import functorch_level
 from longmesh.errors import LongmeshError
 from longmesh.parallel.compiling import Traceable
 from longmesh.parallel.embedding import EmbeddingStep
 from longmesh.parallel.linear import LinearStep
 from longmesh.parallel.norm import LayerNormStep, RMSNormStep
 from longmesh.parallel.style import ParallelStyle, describe_module
+from longmesh.parallel.transforms import run_transformed
 from longmesh.tensor import DTensor
 
 Step = LinearStep | EmbeddingStep | LayerNormStep | RMSNormStep
@@ -37,6 +39,8 @@ class Styled(nn.Module):
             parameters = tuple(None if p is None else self.adopt(p) for p in parameters)
         if torch.compiler.is_compiling():
             return self.by_ops.run(input, *parameters, *options)
+        if functorch_level() is not None:
+            return run_transformed(self.step.run_by_ops, input, parameters, options)
         return self.step.run(input, *parameters, *options)
 
 

@@ -76,9 +76,11 @@ def _as_strided_locally(call: OpCall, view: LocalView) -> Callable[..., Any]:
 
     def strided(local: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:
         if local.stride() != meta.stride:
-            local = torch.empty_strided(
-                meta.shape, meta.stride, dtype=local.dtype, device=local.device
-            ).copy_(local)
+            whole = torch.empty_strided(meta.shape, meta.stride, dtype=local.dtype, device=local.device)
+            # A dim of stride 0 is one row in memory, and may be written as one only.
+            once = [min(n, 1) if step == 0 else n for n, step in zip(meta.shape, meta.stride, strict=True)]
+            whole.as_strided(once, meta.stride).copy_(local.as_strided(once, local.stride()))
+            local = whole
         return local.as_strided(size, stride, storage_offset)
 
     return strided

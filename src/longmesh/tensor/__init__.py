@@ -13,6 +13,7 @@ from longmesh.tensor.distribute import distribute_module, distribute_tensor
 from longmesh.tensor.factory import empty, full, ones, rand, randn, zeros
 from longmesh.tensor.flex import flex_attention
 from longmesh.tensor.functions import take_weight
+from longmesh.tensor.initial_state import watch_recurrent
 from longmesh.tensor.ops import FAMILIES, MIXED, NOTES
 from longmesh.tensor.random import get_rng_state, manual_seed, set_rng_state
 
@@ -25,6 +26,8 @@ _optim_foreach_types.extend((DTensor, Factor))
 _clip_foreach_types.extend((DTensor, Factor))
 # A linear layer's weight is known for one as the layer gets it.
 register_module_parameter_registration_hook(take_weight)
+# A recurrent layer's initial state is made as its weights are.
+register_module_parameter_registration_hook(watch_recurrent)
 
 __all__ = [
     "DTensor",

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch import functorch_level
 from longmesh.comm import MeshComm, comm_of, run_plan
 from longmesh.comm.agree import agree
 from longmesh.comm.verify import broadcast_replicas, verify_local_shapes
@@ -22,6 +23,7 @@ from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial, Placement, Replicate
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.foreign import refuse_transformed
 from longmesh.tensor.mask_buffer import without_mask
 from longmesh.tensor.meta import (
     check_averages,
@@ -116,6 +118,8 @@ def from_local(
     if local.requires_grad and torch.is_grad_enabled():
         for placement in layout.placements:
             check_differentiable(placement, "from_local")
+        if functorch_level() is not None:
+            refuse_transformed("from_local")
         return _FromLocal.apply(local, mesh, layout, whole, strides, grad_placements)
     return DTensor(local.detach(), mesh, layout, whole, strides)
 
@@ -124,6 +128,8 @@ def to_local(tensor: DTensor, grad_placements: tuple[Placement, ...] | None) -> 
     if tensor._lookup is not None:
         apply_lookup_mask(tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
+        if functorch_level() is not None:
+            refuse_transformed("to_local")
         return _ToLocal.apply(tensor, grad_placements)
     return tensor._local_tensor
 
@@ -136,6 +142,8 @@ def redistribute(
     backward_dtype: torch.dtype | None,
 ) -> DTensor:
     if tensor.requires_grad and torch.is_grad_enabled():
+        if functorch_level() is not None:
+            refuse_transformed("redistribute")
         return _Redistribute.apply(tensor, layout, async_op, forward_dtype, backward_dtype)
     return move(tensor, layout, async_op=async_op, dtype=forward_dtype)
 

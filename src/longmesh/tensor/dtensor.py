@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch import functorch_level, is_transformed
 from longmesh.comm import comm_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import (
@@ -29,7 +30,7 @@ from longmesh.spec import (
 )
 from longmesh.tensor import direct
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
-from longmesh.tensor.foreign import refuse_fsdp
+from longmesh.tensor.foreign import refuse_fsdp, refuse_transformed
 from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
@@ -130,6 +131,8 @@ class DTensor(torch.Tensor):
             raise LongmeshError(
                 "from_local takes this rank's plain tensor, got a DTensor; use redistribute() to move it"
             )
+        if functorch_level() is not None and is_transformed(local_tensor):
+            refuse_transformed("from_local")
         given = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
         options = (shape, stride, grad_placements, shard_order)
         if not run_check and options == (None,) * 4 and not local_tensor.requires_grad:

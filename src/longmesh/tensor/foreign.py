@@ -27,6 +27,15 @@ def refuse_collective(p: Any, func: OpOverload, args: tuple[Any, ...], kwargs: d
     )
 
 
+def refuse_transformed(caller: str) -> NoReturn:
+    """from_local, to_local and redistribute inside torch.func."""
+    raise LongmeshError(
+        f"{caller} inside a transform of torch.func (grad, vjp, vmap, jacrev): torch hands tensors on in a class of "
+        "its own there, which does not show whether they are DTensors. Ops on DTensors and modules with a parallel "
+        f"style work inside; call {caller} outside, or use torch.autograd.grad"
+    )
+
+
 def refuse_fsdp(tensor: torch.Tensor) -> NoReturn:
     """The getter of what fully_shard asks a parameter for."""
     raise LongmeshError(

@@ -212,8 +212,8 @@ def wrap_all(result: Any, outputs: tuple[Output, ...]) -> Any:
     """Wrap the tensors of a result, in order; everything else is passed on."""
     kind = type(result)
     if kind is tuple or kind is list:
-        if not outputs:  # lists that were written to
-            return None
+        if not outputs:  # lists that were written to; a view in no pieces
+            return None if result else result
         if len(result) == len(outputs):
             return kind(map(wrap, result, outputs))
     following = iter(outputs)

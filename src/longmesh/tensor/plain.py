@@ -1,7 +1,7 @@
 """Plain tensors among DTensors: which are taken as equal on all ranks, and which are refused.
 
-Scalars, indices and masks are; what a decomposition or a backward makes of global values is; anything else needs a
-layout, which only its owner knows.
+Scalars, indices and masks are, those of attention in any dtype; what a decomposition or a backward makes of global
+values is; anything else needs a layout, which only its owner knows.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import math
 import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from longmesh._torch import engine_code, in_backward
@@ -106,7 +108,7 @@ def replicate_plain(
                 )
             tensor = value_of(tensor)
         is_equal = id(tensor) in written or _is_equal_everywhere(tensor)
-        if not is_equal and not _is_added_mask(func, tensor) and not _lengths.are(args, tensor):
+        if not is_equal and not _is_mask(func, tensor, args, kwargs) and not _lengths.are(args, tensor):
             refuse_mix(func, all_tensors((args, kwargs)))
         if tensor._is_zerotensor():  # autograd's zeros that take no memory: a part must have some
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -127,27 +129,36 @@ def _is_equal_everywhere(tensor: torch.Tensor) -> bool:
         return True
     if all(step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
         return True
-    return in_backward() and _is_called_by_autograd()
+    return in_backward() and _caller() in (None, engine_code)
 
 
-def _is_called_by_autograd() -> bool:
-    """Whether the op that is being dispatched was called by a formula of autograd, not by a hook or a Function of the
-    user: no Python runs between the engine and us."""
+def _caller() -> CodeType | None:
+    """The Python code that called the op that is being dispatched: the engine's where a formula of autograd did, not a
+    hook or a Function of the user. None on a thread of the engine, where no Python runs between it and us."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back
-    return frame is None or frame.f_code is engine_code
+    return None if frame is None else frame.f_code
 
 
 # What runs between the engine's call and here: dispatch, modes that watch it, ops that torch writes in Python.
 _BETWEEN = ("longmesh.tensor.", "longmesh.debug.", "torch._", "torch.utils._python_dispatch", "contextlib")
 
 
-def _is_added_mask(func: OpOverload, tensor: torch.Tensor) -> bool:
-    """A mask in the form in which scores take it, 0 and -inf: attention makes that of a bool or causal mask. Only read
-    where that waits for nothing."""
-    is_scored = func is torch.ops.aten.add.Tensor or func._schema.name.startswith("aten::_scaled_dot_product")
-    return is_scored and can_read(tensor) and bool(((tensor == 0) | (tensor == -math.inf)).all())
+def _is_mask(func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A mask of attention, a bool one too in the form in which scores take it; or the zeros that
+    multi_head_attention_forward puts beside keys and values.
+
+    Kernels name it. Where torch computes attention op by op (dropout on CPUs) it is added to the scores, and looks like
+    any other operand; there a mask is known by its values, 0 and -inf, where reading them waits for nothing.
+    """
+    if func._schema.name.startswith("aten::_scaled_dot_product"):
+        named = zip((a.name for a in func._schema.arguments), args, strict=False)
+        return any(t is tensor for name, t in (*named, *kwargs.items()) if name in ("attn_mask", "attn_bias"))
+    if _caller() is F.multi_head_attention_forward.__code__:
+        return True
+    is_added = func is torch.ops.aten.add.Tensor and tensor.ndim > 1
+    return is_added and can_read(tensor) and bool(((tensor == 0) | (tensor == -math.inf)).all())
 
 
 def refuse_mix(func: OpOverload, tensors: Sequence[torch.Tensor]) -> NoReturn:

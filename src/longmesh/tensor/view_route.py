@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +67,7 @@ def view_route(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) 
 def check_view(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) -> None:
     """Raise if a view of `before` as `after` can't keep the layout, and say which fix."""
     refusal = _refusal(layout, before, after)
-    if refusal is not None and not _is_below_autograd():
+    if refusal is not None and not _is_below_autograd() and not _is_asked_by_torch():
         raise LongmeshError(refusal)
 
 
@@ -98,3 +99,8 @@ def _refusal(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) ->
 def _is_below_autograd() -> bool:
     """Inside an op that is being dispatched: a decomposition's own views may redistribute."""
     return torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.AutogradCPU)
+
+
+def _is_asked_by_torch() -> bool:
+    """Whether torch's own modules call `view`, as multi_head_attention_forward does: they would take a copy as well."""
+    return sys._getframe(3).f_globals.get("__name__", "").startswith("torch.nn.")

@@ -3,6 +3,8 @@
 The gradient op is not given the table. The forward notes for the index tensor, which autograd hands to the backward as
 it was, how the table of that many rows was laid out. A note that is missing costs nothing but the layout: the gradient
 is then laid out by the op's rule.
+
+A DTensor is dense, and so is the gradient of a lookup with `sparse=True`: the same values, laid out as the table is.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ class TablesOfIndices:
 
     def __init__(self) -> None:
         self._layouts: Any = WeakTensorKeyDictionary()
+        # Of lookups with sparse gradients, whose indices torch copies on the way: the last table of so many rows.
+        self._sparse: dict[int, Layout | None] = {}
 
     def note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a lookup: remember the table's layout."""
@@ -36,11 +40,17 @@ class TablesOfIndices:
         if isinstance(table, DTensor):
             layout = table._layout if table._layout.cuts(0) else None
             self._layouts[indices] = {**self._layouts.get(indices, {}), table.shape[0]: layout}
+            if args[4] if len(args) > 4 else kwargs.get("sparse"):
+                self._sparse[table.shape[0]] = layout
 
     def find(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | None:
         """Before the gradient: what was remembered."""
         given = bind(func, args, kwargs)
         return self._layouts.get(given["indices"], {}).get(given["num_weights"])
+
+    def find_sparse(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | None:
+        """Before a sparse gradient is put together: the same by its rows alone."""
+        return self._sparse.get(bind(func, args, kwargs)["size"][0])
 
 
 _tables = TablesOfIndices()
@@ -62,6 +72,18 @@ def embedding_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwar
     local = p.local(_own_rows, grad, indices, int(start), int(length), **options)
     layout = _table_gradient(table, batch, indices.ndim)
     return p.wrap(local, grad, layout=layout, shape=(given["num_weights"], grad.shape[-1]))
+
+
+def sparse_gradient(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch makes a sparse gradient of, rows and their indices: the dense gradient that they stand for."""
+    given = bind(func, args, kwargs)
+    if (given["sparse_dim"], given["dense_dim"]) != (1, 1):
+        return USUAL
+    if p.note is not None and p.note.mesh is not p.comm.shape:
+        p.note = None  # of another table
+    rows = aten.embedding_dense_backward.default
+    indices = p.op(aten.select.int, (given["indices"], 0, 0), {})
+    return p.op(rows, (given["values"], indices, given["size"][0], -1, False), {})
 
 
 def _batch_layout(layout: Layout, rows: tuple[int, ...], last: int, *, keep: bool) -> Layout:
@@ -149,9 +171,11 @@ def renorm(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
 FAMILIES: dict[OpOverload, Family] = {
     aten.embedding_dense_backward.default: embedding_backward,
     aten.embedding_renorm_.default: renorm,
+    aten._sparse_coo_tensor_with_dims_and_tensors.default: sparse_gradient,
     **dict.fromkeys(COPIES, copy_pending),
 }
 NOTES: dict[OpOverload, Note] = {
     aten.embedding.default: _tables.note,
     aten.embedding_dense_backward.default: _tables.find,
+    aten._sparse_coo_tensor_with_dims_and_tensors.default: _tables.find_sparse,
 }

@@ -49,6 +49,13 @@ def allclose(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     return p.local(bool, p.replicated(torch.isclose(*args, **kwargs).all()))
 
 
+def has_same_storage_numel(
+    p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What forward-mode derivatives ask before they take a tangent."""
+    return args[0].numel() == args[1].numel()
+
+
 def einsum(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """By its rule where the equation is plain, else by torch's own decomposition."""
     equation, operands = args
@@ -62,6 +69,7 @@ FAMILIES: dict[OpOverload, Family] = {
     aten.item.default: to_number,
     aten._linalg_check_errors.default: check_errors,
     aten.is_same_size.default: is_same_size,
+    aten._has_same_storage_numel.default: has_same_storage_numel,
     aten.equal.default: equal,
     aten.allclose.default: allclose,
     aten.einsum.default: einsum,
