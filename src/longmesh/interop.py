@@ -22,6 +22,7 @@ from longmesh.errors import LongmeshError
 from longmesh.parallel.modules import Styled, is_styled
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
 from longmesh.tensor import DTensor
+from longmesh.tensor.autograd import check_current
 
 __all__ = ["from_torch", "to_torch"]
 
@@ -93,6 +94,7 @@ def _convert(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
 
 def _one_to_torch(tensor: DTensor) -> Any:
     tensor._apply_lookup_mask()
+    check_current(tensor)
     mesh, placements = tensor.device_mesh, _their_placements(tensor)
     if tensor.requires_grad and not tensor.is_leaf:
         return theirs.DTensor.from_local(

@@ -1,11 +1,18 @@
-"""Views along sharded dims: what is written to them reaches the tensor that they are views of."""
+"""Views along sharded dims: read and written through the tensor that they are views of."""
+
+import copy
+import pickle
 
 import pytest
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from longmesh import DTensor, Replicate, Shard, distribute_tensor
+from longmesh import DTensor, Replicate, Shard, capture, distribute_tensor
+from longmesh.checkpoint import load, save
+from longmesh.comm import record_comm
+from longmesh.debug import explain, strict
 from longmesh.errors import LongmeshError
+from longmesh.parallel import ColwiseParallel, parallelize_module
 from longmesh.testing import cpu_mesh
 
 
@@ -29,15 +36,109 @@ def write_through_several_views(x, y):
     return x
 
 
+def write_to_the_base_first(x, y):
+    h = x[:2]
+    x.mul_(3)
+    h.add_(1)
+    return h, x
+
+
+def read_after_the_base(x, y):
+    h, row = x[1:3], x[-1]
+    x.add_(y)
+    return h, row, h * 2, row + h
+
+
+def view_of_a_view(x, y):
+    h = x[1:]
+    k = h[0]
+    x.mul_(2)
+    k.add_(1)
+    h.sub_(y[1:])
+    return x, h, k
+
+
+def two_views(x, y):
+    a, b = x[:3], x[1:]
+    a.mul_(2)
+    b.add_(1)
+    a.add_(b[:1].clone())
+    return x, a, b
+
+
 def pieces(x, y):
     first, second = x.split([1, x.shape[0] - 1])
     first.fill_(7)
     second.mul_(2)
     x.unbind(0)[1].add_(5)
-    return x
+    return x, first, second
 
 
-PROGRAMS = [add_to_a_row, row_read_after_a_write, write_through_several_views, pieces]
+def flattened(x, y):
+    flat, copied = x.reshape(-1), x.transpose(0, 1).reshape(-1)  # the second is a copy in plain torch, too
+    x[0] = 3
+    flat[1:3].neg_()
+    return x, x.transpose(0, 1)[:, 1], flat, copied
+
+
+def other_views(x, y):
+    held = [
+        x.diagonal(), x.narrow(0, 1, 2), x.select(0, -1), x.unbind(1)[0], x.chunk(2)[1], x.expand(2, *x.shape),
+        x.movedim(0, -1)[..., 1:], x[::2], x[1:2, None], x[-1:].squeeze(0), x[0].unsqueeze(0), x[1:].reshape(-1),
+        x[:, 1:][1:],
+    ]  # fmt: skip
+    x.mul_(y)
+    held[1].add_(1)
+    return x, *held, *[h * 2 for h in held]
+
+
+def shapes_changed_in_place(x, y):
+    row, base = x[1], x.clone()
+    row.unsqueeze_(0)
+    held = base[1:]
+    base.transpose_(0, 1)
+    base.mul_(2)
+    row.add_(y[1])
+    x.mul_(3)
+    return x, row, base, held
+
+
+def detached(x, y):
+    h, data = x[:2], x.data
+    d = h.detach()
+    data.mul_(2)
+    d.add_(1)
+    x.detach()[0] = 5
+    return x, h, d, data, h.data + d
+
+
+def same_layout(x, y):
+    again = x.redistribute(placements=x.placements) if isinstance(x, DTensor) else x
+    h = x[:2]
+    again.mul_(2)
+    return x, h, again
+
+
+def copies(x, y):
+    h = x[:2]
+    x.add_(1)
+    cloned, copied = h.clone(), copy.deepcopy(h)
+    x.mul_(2)
+    copied.add_(1)
+    return x, h, cloned, copied
+
+
+def foreach(x, y):
+    a, b = x[:1], x[1:]
+    torch._foreach_mul_([a, b], [y[:1], y[1:]])
+    return x, a, b
+
+
+PROGRAMS = [
+    add_to_a_row, row_read_after_a_write, write_through_several_views, write_to_the_base_first, read_after_the_base,
+    view_of_a_view, two_views, pieces, flattened, foreach, other_views, shapes_changed_in_place, detached, same_layout,
+    copies,
+]  # fmt: skip
 
 
 def run(shape, ranks, mesh_shape):
@@ -45,8 +146,8 @@ def run(shape, ranks, mesh_shape):
     wrong = []
     for program in PROGRAMS:
         for placement in (Shard(0), Shard(1), Replicate()):
-            for inference in (False,):
-                with torch.no_grad():
+            for inference in (False, True):
+                with torch.inference_mode(inference), torch.no_grad():
                     torch.manual_seed(0)
                     x, y = torch.randn(shape), torch.randn(shape)
                     placements = [placement] * len(mesh_shape)
@@ -106,3 +207,125 @@ def test_data_is_replaced(pool):
         assert layers == [[5.0] * 3, [5.0] * 2]
         assert shape == (4, 2) and placements == (Shard(1),)
         assert "the data of a DTensor is a DTensor, got a Tensor of shape (4, 2); use copy_()" in text
+
+
+def text_of(call):
+    try:
+        return f"no error: {call()}"
+    except LongmeshError as error:
+        return str(error)
+
+
+def outdated(folder):
+    """Where nothing may be sent, a view whose base was written to is refused; where something may, it is read again."""
+    mesh = cpu_mesh(2)
+    x = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
+    h = x[1:]
+    assert "outdated" not in repr(h)
+    local = h.to_local().clone()
+    x.mul_(2)
+    refused = [text_of(h.to_local), text_of(lambda: pickle.dumps(h)), text_of(lambda: save({"h": h}, folder))]
+    shown = repr(h)
+    h.redistribute(placements=[Replicate()])
+    loaded = text_of(lambda: load({"h": h}, folder))
+    return refused, "outdated=True" in shown, torch.equal(h.to_local(), local * 2), loaded
+
+
+def test_views_that_would_have_to_be_read_again(pool, tmp_path):
+    for refused, is_shown, is_read, loaded in pool.run(outdated, str(tmp_path / "point"), ranks=2):
+        for text in refused:
+            assert (
+                "the tensor of shape (2, 2) is a view along a sharded dim: its local tensor is a copy" in text
+            )
+            assert text.rstrip().endswith("call clone() or redistribute() on it first, on every rank")
+        assert is_shown and is_read
+        assert "no checkpoint" in loaded or "view along a sharded dim" in loaded
+
+
+def writes_beside_ops(folder):
+    """Loads, captured steps and optimizers write, and views that are held see it; module styles read them."""
+    mesh = cpu_mesh(2)
+    found = {}
+    x = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
+    save({"x": x}, folder)
+    h = x[1:]
+    x.zero_()
+    load({"x": x}, folder)
+    found["load"] = whole(h + 0).tolist() == [[2.0, 3.0], [4.0, 5.0]]
+    found["load of a view"] = text_of(lambda: load({"x": x[:]}, folder)).startswith("no error")
+    found["load into a copy"] = text_of(lambda: load({"x": torch.cat([x, x])[:3]}, folder)).endswith(
+        "'x' is a view along a sharded dim, a copy: load into the tensor that it is a view of"
+    )
+
+    @capture
+    def double(t):
+        with torch.no_grad():
+            t.mul_(2)
+        return t.sum()
+
+    double(x), double(x)
+    found["capture"] = whole(h + 0).tolist() == [[8.0, 12.0], [16.0, 20.0]]
+    p = torch.nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]))
+    held = p[1:]
+    step = torch.optim.AdamW([p], lr=0.1)
+    for _ in range(2):
+        p.sum().backward()
+        step.step()
+    found["optimizer"] = torch.equal(whole(held * 1).detach(), whole(p).detach()[1:])
+    linear = parallelize_module(torch.nn.Linear(2, 4), mesh, ColwiseParallel(input_layouts=Shard(0)))
+    with torch.no_grad():
+        late = x[1:]
+        x.add_(1)
+        found["style"] = torch.equal(linear(late), linear(x[1:].clone()))
+    return found
+
+
+def test_writes_beside_ops(pool, tmp_path):
+    for found in pool.run(writes_beside_ops, str(tmp_path / "point"), ranks=2):
+        assert {name: value for name, value in found.items() if value is not True} == {}
+
+
+def inference():
+    """Views in inference mode of tensors from outside it count their writes together."""
+    mesh = cpu_mesh(2)
+    x = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
+    with torch.inference_mode():
+        row, turned, y = x[0], x.t(), x * 1
+        x.mul_(2)
+        flat, last = y.reshape(-1), y[-1]
+        y.t().add_(1)
+        return [whole(t).tolist() for t in (row, turned + 0, flat, last)]
+
+
+def test_inference_mode(pool):
+    expected = [[0.0, 2.0], [[0.0, 4.0, 8.0], [2.0, 6.0, 10.0]], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [5.0, 6.0]]
+    assert pool.run(inference, ranks=2) == [expected] * 2
+
+
+def planned_bytes():
+    """What reading a view again and writing to its base send is in plans, of ops that run one by one."""
+    mesh = cpu_mesh(2)
+    x = distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)])
+    h = x[2:]
+    x.mul_(2)
+    with record_comm() as log:
+        told = explain(lambda: (h.add_(1), h * 2))
+    y = x[2:]
+    x.mul_(2)
+    with strict():
+        refused = text_of(lambda: y + 1)
+    return (
+        sum(op.sent_bytes for op in told.ops),
+        log.total_bytes,
+        refused,
+        torch.equal(whole(y), whole(x)[2:]),
+    )
+
+
+def test_bytes_are_in_plans(pool):
+    results = pool.run(planned_bytes, ranks=2)
+    assert sum(planned for planned, *_ in results) > 0
+    for planned, sent, refused, is_right in results:
+        assert planned == sent
+        assert refused.startswith("strict(): aten.slice.Tensor of (5, 3) S(0) would send")
+        assert is_right

@@ -76,7 +76,7 @@ class SavePlanner(DefaultSavePlanner):
         for name, value in self.state_dict.items():
             if isinstance(value, DTensor):
                 try:
-                    value.__create_chunk_list__()
+                    value.__create_write_items__(name, value)
                 except LongmeshError as error:
                     raise CheckpointError(f"{name!r}: {error}") from error
             elif self._tensors_only and not isinstance(value, torch.Tensor):
@@ -162,6 +162,8 @@ def find_differences(state: dict[str, Any], saved: dict[str, Any]) -> Iterator[s
                 yield f"{name!r} has shape {tuple(value.shape)} here and {tuple(entry.size)} there"
             elif isinstance(value, DTensor) and value._layout.partial_axes:
                 yield f"{name!r} has a reduction pending ({value._layout}): make it Shard() or Replicate() to load it"
+            elif isinstance(value, DTensor) and value._origin is not None:
+                yield f"{name!r} is a view along a sharded dim, a copy: load into the tensor that it is a view of"
 
 
 def split_item(item: WriteItem, chunk_bytes: int) -> list[WriteItem]:

@@ -59,6 +59,8 @@ class MeshComm:
         # Read once: a compiler that traces with fake tensors could not read the mesh's own.
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self._groups: dict[tuple[int, ...], AxisGroup] = {}
+        # In-place ops on the mesh's tensors in inference mode, where torch does not count them (tensor/view_origin.py).
+        self.num_writes = 0
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -12,9 +12,9 @@ import torch
 
 from longmesh._torch import OpOverload
 from longmesh.errors import LongmeshError
-from longmesh.experimental.written import written_arguments
 from longmesh.rules.rule import AxisRule, Meta, OpCall, Rule
 from longmesh.spec import Layout, MeshShape, Partial, Placement, Shard
+from longmesh.tensor.op_facts import written_arguments
 from longmesh.tensor.tree import all_tensors, map_tensors
 
 _RANKS = (2, 3)

@@ -13,7 +13,7 @@ from longmesh.rules.rule import OutMeta
 from longmesh.rules.table import registered
 from longmesh.spec import Layout
 from longmesh.tensor.by_rule import describe_call
-from longmesh.tensor.op_facts import rule_name
+from longmesh.tensor.op_facts import rule_name, written_arguments
 from longmesh.tensor.planner import Part, Planned, Planner
 from longmesh.tensor.propagate import choose
 from longmesh.tensor.tree import all_tensors, map_tensors
@@ -44,15 +44,6 @@ def _choose(
     choice = choose(call, rule.axis_rules(call), layouts)
     assert choice is not None, "everything replicated is always valid"
     return choice.inputs, list(zip(choice.outputs, call.outputs, strict=True))
-
-
-def written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The values of the arguments that the op's schema says it writes to."""
-    found: list[Any] = []
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return found
 
 
 def _results(

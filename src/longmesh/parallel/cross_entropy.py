@@ -26,7 +26,7 @@ from longmesh.parallel.crossing import gradients_by_ops
 from longmesh.rules.lookup import can_read, refuse_unread
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
 from longmesh.tensor import DTensor
-from longmesh.tensor.autograd import move
+from longmesh.tensor.autograd import current_part, move
 from longmesh.tensor.meta import contiguous_stride
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -147,7 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> DTensor:
         mesh, layout, comm = logits.device_mesh, logits._layout, comm_of(logits.device_mesh)
         dim = _class_dim(logits.ndim)
-        x = logits._local_tensor
+        x = current_part(logits)
         start = int(layout.interval(dim, terms.classes, comm.coordinate)[0])
         is_own = (target >= start) & (target < start + x.shape[dim]) & (target != terms.ignore_index)
         place = torch.where(is_own, target - start, 0).unsqueeze(dim)

@@ -18,7 +18,7 @@ from longmesh.comm.record import wants_ops
 from longmesh.parallel.style import layout_on, move_local, whole_shape
 from longmesh.spec import Layout, MeshShape, Partial, Placement
 from longmesh.tensor import DTensor
-from longmesh.tensor.autograd import gradient_layout, move
+from longmesh.tensor.autograd import current_part, gradient_layout, move
 from longmesh.tensor.meta import contiguous_stride
 
 
@@ -70,7 +70,7 @@ def receive(
 ) -> tuple[torch.Tensor, Crossing]:
     """This rank's part of an input, and how it came."""
     if isinstance(x, DTensor):
-        return x._local_tensor, Crossing(x._layout, x.shape, False)
+        return current_part(x), Crossing(x._layout, x.shape, False)
     layout = layout_on(MeshShape.of(mesh), placement, x.ndim, argument)
     shape = whole_shape(layout, x, comm_of(mesh), features, argument)
     return x, Crossing(layout, shape, True)

@@ -23,6 +23,7 @@ from longmesh.rules.lookup import check_range, own_part
 from longmesh.rules.scatter import own_or_spare
 from longmesh.spec import MeshShape, Partial, Placement, Replicate, Shard
 from longmesh.tensor import DTensor
+from longmesh.tensor.autograd import current_part
 from longmesh.tensor.meta import contiguous_stride
 
 aten = torch.ops.aten
@@ -88,9 +89,10 @@ class _FusedEmbedding(torch.autograd.Function):
         out = layout_on(sizes, step.output_layout, whole.ndim + 1, step.argument)
         shape = (*came.shape, table.shape[1])
         rows = table._layout.interval(0, table.shape[0], comm.coordinate)
-        found = _look_up(table._local_tensor, whole, int(rows[0])) if step.by_rows else None
+        part = current_part(table)
+        found = _look_up(part, whole, int(rows[0])) if step.by_rows else None
         if found is None:
-            found = F.embedding(whole, table._local_tensor)
+            found = F.embedding(whole, part)
         result = deliver(found, mesh, done, out, shape, as_local=step.local_output)
         check_range(whole, table.shape[0], 0)
         ctx.save_for_backward(indices, table, whole)

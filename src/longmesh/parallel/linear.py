@@ -23,7 +23,7 @@ from longmesh.parallel.overlap import can_overlap, gather_linear
 from longmesh.parallel.style import arrange, enter, layout_on, leave, move_local
 from longmesh.spec import Layout, MeshShape, Partial, Placement, Replicate, Shard
 from longmesh.tensor import DTensor
-from longmesh.tensor.autograd import gradient_layout
+from longmesh.tensor.autograd import current_part, gradient_layout
 from longmesh.tensor.meta import contiguous_stride
 
 
@@ -89,10 +89,10 @@ class _FusedLinear(torch.autograd.Function):
         done = layout_on(sizes, Partial() if step.by_rows else Shard(-1), ndim, step.argument)
         out = layout_on(sizes, step.output_layout, ndim, step.argument)
         shape = (*came.shape[:-1], weight.shape[0])
-        term = bias._local_tensor if bias is not None else None
+        term = current_part(bias) if bias is not None else None
         if step.by_rows and comm.coordinate[0] != 0:
             term = None
-        matrix = weight._local_tensor
+        matrix = current_part(weight)
         if step.overlap and can_overlap(came.layout, work, ndim):
             whole, result = gather_linear(local, came.layout, came.shape, matrix, term, comm)
         else:
@@ -142,7 +142,7 @@ def _gradient_and_product(
     """A result's gradient as the step needs it, and its product with the weight if that is given."""
     step, comm = ctx.step, comm_of(ctx.step.mesh)
     if isinstance(grad, DTensor):
-        local, lies = grad._local_tensor, grad._layout
+        local, lies = current_part(grad), grad._layout
     else:
         local, lies = grad, gradient_layout(ctx.out)
     if matrix is not None and step.overlap and can_overlap(lies, wanted, len(ctx.shape)):

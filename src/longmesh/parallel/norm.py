@@ -17,6 +17,7 @@ from longmesh.parallel.crossing import can_fuse, deliver, gradients_by_ops, rece
 from longmesh.parallel.style import arrange, enter, layout_on, move_local
 from longmesh.spec import MeshShape, Partial, Replicate, Shard
 from longmesh.tensor import DTensor
+from longmesh.tensor.autograd import current_part
 from longmesh.tensor.meta import contiguous_stride
 
 aten = torch.ops.aten
@@ -123,8 +124,8 @@ class _FusedLayerNorm(torch.autograd.Function):
         given, came = receive(x, mesh, step.sequence, None, step.argument)
         cut = layout_on(MeshShape.of(mesh), step.sequence, x.ndim, step.argument)
         local = move_local(given, came.layout, cut, came.shape, comm_of(mesh))
-        scale = None if weight is None else weight._local_tensor
-        shift = None if bias is None else bias._local_tensor
+        scale = None if weight is None else current_part(weight)
+        shift = None if bias is None else current_part(bias)
         out, mean, rstd = aten.native_layer_norm(local, normalized, scale, shift, eps)
         ctx.save_for_backward(x, weight, bias, local, mean, rstd)
         ctx.step, ctx.came, ctx.cut, ctx.normalized, ctx.eps = step, came, cut, normalized, eps

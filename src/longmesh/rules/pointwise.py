@@ -72,6 +72,8 @@ def shard_lines(call: OpCall) -> list[AxisRule]:
     """One line per dim of the broadcast result."""
     shape = broadcast_shape(call)
     ndim = len(shape)
+    if len(call.tensors) == 1:  # nothing broadcasts: a dim of size 1 is as any other
+        return [line([S(dim)], (S(dim),) * len(call.outputs)) for dim in range(ndim)]
     return [
         line([cut_of(meta, dim, ndim) for meta in call.tensors], (S(dim),) * len(call.outputs))
         for dim, size in enumerate(shape)

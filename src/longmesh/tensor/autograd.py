@@ -33,6 +33,7 @@ from longmesh.tensor.meta import (
     stride_like,
 )
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
+from longmesh.tensor.view_origin import is_outdated, refresh
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,6 +128,8 @@ def from_local(
 def to_local(tensor: DTensor, grad_placements: tuple[Placement, ...] | None) -> torch.Tensor:
     if tensor._lookup is not None:
         apply_lookup_mask(tensor)
+    if tensor._origin is not None:
+        check_current(tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
         if functorch_level() is not None:
             refuse_transformed("to_local")
@@ -141,6 +144,8 @@ def redistribute(
     forward_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
 ) -> DTensor:
+    if layout is tensor._layout and forward_dtype is None and backward_dtype is None:
+        return torch.ops.aten.alias(tensor)  # on the same memory, so their writes are counted together
     if tensor.requires_grad and torch.is_grad_enabled():
         if functorch_level() is not None:
             refuse_transformed("redistribute")
@@ -162,15 +167,33 @@ def part_moved(
     tensor: DTensor, layout: Layout, *, async_op: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """This rank's part of the tensor in another layout. Collective."""
-    if tensor._lookup is not None:
-        apply_lookup_mask(tensor)
-    local, held = tensor._local_tensor, tensor._tensor_layout
+    local, held = current_part(tensor), tensor._tensor_layout
     if dtype is not None:
         local = local.to(dtype)
         held = tensor_layout(held.mesh, held.layout, held.shape, held.stride, dtype)
     if held.layout is not layout:
         local = run_plan(held.route(layout), local, held.comm, async_op=async_op)
     return local
+
+
+def current_part(tensor: DTensor) -> torch.Tensor:
+    """This rank's part as it is laid out, with nothing left to do on it. Collective for a view that has to be read
+    again (view_origin.py)."""
+    if tensor._lookup is not None:
+        apply_lookup_mask(tensor)
+    if tensor._origin is not None:
+        refresh(tensor)
+    return tensor._local_tensor
+
+
+def check_current(tensor: DTensor) -> None:
+    """Refuse a view that would have to be read again, where nothing may be sent."""
+    if is_outdated(tensor):
+        raise LongmeshError(
+            f"the tensor of shape {tuple(tensor.shape)} is a view along a sharded dim: its local tensor is a copy, and "
+            "the tensor that it is a view of was written to since; call clone() or redistribute() on it first, on "
+            "every rank"
+        )
 
 
 def apply_lookup_mask(tensor: DTensor) -> None:

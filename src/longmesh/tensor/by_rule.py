@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from longmesh.comm import MeshComm
@@ -54,6 +55,15 @@ def local_form(
     """The local call of a choice; None for an in-place op whose target can't be written where it is."""
     if facts.functional is not None and call.outputs[0].shape != call.tensors[0].shape:
         return None
+    form = _local_form(func, facts, rule, call, choice, comm)
+    if form is not None and facts.is_view and pends_more(choice.inputs, choice.outputs):
+        return LocalForm(_copying(form.call), form.static)  # a term is no part of the input's memory
+    return form
+
+
+def _local_form(
+    func: OpOverload, facts: OpFacts, rule: Rule, call: OpCall, choice: Choice, comm: MeshComm
+) -> LocalForm | None:
     local_call: Callable[..., Any] = func
     static = None
     if rule.local_args is not None or rule.local_op is not None:
@@ -83,6 +93,10 @@ def _with_static(op: Callable[..., Any], rest: tuple[Any, ...]) -> Callable[...,
     """A call on one local part whose other arguments are this rank's, not the given ones."""
     call = quick_call(op) if isinstance(op, OpOverload) else op
     return lambda part, *given: call(part, *rest)
+
+
+def _copying(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: map_tensors(torch.clone, call(*args, **kwargs))
 
 
 def pends_more(inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]) -> bool:

@@ -25,7 +25,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from longmesh._torch import increment_version, write_count
 from longmesh.errors import LongmeshError
+from longmesh.tensor.autograd import current_part
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.random import get_rng_state
 from longmesh.tensor.tensor_layout import TensorLayout
@@ -35,12 +37,20 @@ Result = TypeVar("Result")
 
 
 class _Trace:
-    """One traced call: the graph of local ops, how its outputs are held, and their structure."""
+    """One traced call: the graph of local ops, how its outputs are held, their structure, and which of the tensors
+    that it was given it writes to."""
 
-    def __init__(self, graph: GraphModule, outputs: list[TensorLayout | None], spec: pytree.TreeSpec) -> None:
+    def __init__(
+        self,
+        graph: GraphModule,
+        outputs: list[TensorLayout | None],
+        spec: pytree.TreeSpec,
+        written: list[int],
+    ) -> None:
         self.graph = graph
         self.outputs = outputs
         self.spec = spec
+        self.written = written
 
 
 class Captured(Generic[Arguments, Result]):
@@ -57,10 +67,12 @@ class Captured(Generic[Arguments, Result]):
         trace = self._traces.get(key)
         if trace is None:
             trace = self._traces[key] = self._trace(*pytree.tree_flatten((args, kwargs)))
-        locals_ = [_local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        locals_ = list(map(_local, tensors))
         # Below autograd, which has nothing to do here: each op and collective is cheaper without asking it.
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             results = trace.graph.forward(*locals_)
+        increment_version([tensors[i] for i in trace.written if not tensors[i].is_inference()])
         wrapped: list[Any] = [
             r if held is None else _wrap(r, held, False)
             for r, held in zip(results, trace.outputs, strict=True)
@@ -70,6 +82,7 @@ class Captured(Generic[Arguments, Result]):
     def _trace(self, leaves: list[Any], spec: pytree.TreeSpec) -> _Trace:
         outputs: list[TensorLayout | None] = []
         structure: list[pytree.TreeSpec] = []
+        written: list[int] = []
 
         def run(*locals_: torch.Tensor) -> list[Any]:
             given = iter(locals_)
@@ -80,6 +93,8 @@ class Captured(Generic[Arguments, Result]):
             results, result_spec = pytree.tree_flatten(self._fn(*args, **kwargs))
             outputs.extend(r._tensor_layout if isinstance(r, DTensor) else None for r in results)
             structure.append(result_spec)
+            tensors = [leaf for leaf in rebuilt if isinstance(leaf, torch.Tensor)]
+            written.extend(i for i, tensor in enumerate(tensors) if write_count(tensor))
             for result in results:
                 if isinstance(result, torch.Tensor) and result.requires_grad:
                     raise LongmeshError(
@@ -96,7 +111,7 @@ class Captured(Generic[Arguments, Result]):
                 "a captured function drew random numbers, and a replay would draw the same ones each time; "
                 "draw them outside and pass them in"
             )
-        return _Trace(graph, outputs, structure[0])
+        return _Trace(graph, outputs, structure[0], written)
 
 
 def capture(fn: Callable[Arguments, Result]) -> Captured[Arguments, Result]:
@@ -136,7 +151,7 @@ def _describe_leaf(leaf: Any) -> Any:
 
 
 def _local(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
+    return current_part(value) if isinstance(value, DTensor) else value
 
 
 def _rebuild(leaf: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

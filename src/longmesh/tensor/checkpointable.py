@@ -11,7 +11,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from longmesh._torch import increment_version
 from longmesh.errors import LongmeshError
+from longmesh.tensor.autograd import check_current
 from longmesh.tensor.dtensor import DTensor
 
 
@@ -29,8 +31,22 @@ def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(offsets=torch.Size([0] * len(held.shape)), sizes=torch.Size(held.shape))]
 
 
+def boxes_to_load(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    """The same of a tensor that is about to be loaded into: that counts as a write to it, on every rank."""
+    if tensor._origin is not None:
+        raise LongmeshError(
+            f"the tensor of shape {tuple(tensor.shape)} is a view along a sharded dim: its local tensor is a copy, and "
+            "what is loaded into that would be lost; load into the tensor that it is a view of"
+        )
+    boxes = chunk_list(tensor)
+    if not tensor.is_inference():
+        increment_version([tensor])
+    return boxes
+
+
 def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
     """What this rank has to write of `tensor`. Ranks with the same box list it alike; one of them will write it."""
+    check_current(tensor)
     local = tensor._local_tensor
     return [
         WriteItem(

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.spec import Layout, MaskPartial, MeshShape, Partial, Replicate, Shard, ShardOrderEntry
+from longmesh.tensor.autograd import check_current, current_part
 from longmesh.tensor.dtensor import DTensor
 
 
@@ -18,8 +19,7 @@ def copy_of(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
         return memo[id(tensor)]
     if not tensor.is_leaf:
         raise RuntimeError("deepcopy of a DTensor that is not a leaf: detach() it first, as for any tensor")
-    tensor._apply_lookup_mask()
-    local = tensor._local_tensor.detach().clone()
+    local = current_part(tensor).detach().clone()
     result = rebuild(local, *_described(tensor))
     vars(result).update(vars(tensor), _origin=None)
     result.__class__ = tensor.__class__
@@ -32,6 +32,7 @@ def copy_of(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
 def state_of(tensor: DTensor) -> tuple[Any, ...]:
     """What pickle writes: a function and its arguments."""
     tensor._apply_lookup_mask()
+    check_current(tensor)  # one rank alone may write it
     local = tensor._local_tensor.detach()
     return rebuild, (local, *_described(tensor), isinstance(tensor, nn.Parameter))
 

@@ -27,7 +27,7 @@ from longmesh.tensor.by_rule import describe_call, local_form, pends_more
 from longmesh.tensor.direct import no_active_modes
 from longmesh.tensor.dtensor import DTensor, Factor
 from longmesh.tensor.mask_buffer import without_mask
-from longmesh.tensor.one_by_one import plan_one_by_one
+from longmesh.tensor.one_by_one import plan_one_by_one, plan_through_views
 from longmesh.tensor.op_facts import OpFacts, decomposition_of, facts_of, is_pointwise
 from longmesh.tensor.op_key import describe, describe_named, exact_key
 from longmesh.tensor.op_plan import OpPlan, Output, execute, finish, wrap
@@ -56,12 +56,13 @@ BY_VALUE = object()
 class OpTable:
     """What is known of one op. `reads_floats`: whether its plans depend on the values of floats."""
 
-    __slots__ = ("func", "note", "reads_floats")
+    __slots__ = ("func", "note", "reads_floats", "writes")
 
     def __init__(self, func: OpOverload, note: Note | None) -> None:
         self.func = func
         self.note = note
         self.reads_floats = not is_pointwise(func)
+        self.writes = func._schema.is_mutable
 
 
 class Recipe:
@@ -123,6 +124,8 @@ class Dispatcher:
         lead = parts[1]
         if type(lead) is not TensorLayout:
             lead = _lead_of(parts)
+        if table.writes and torch.is_inference_mode_enabled():
+            lead.comm.num_writes += 1
         try:
             plan = lead.plans.get(key)
         except TypeError:  # symbolic sizes don't hash
@@ -134,9 +137,11 @@ class Dispatcher:
             return self._run(plan, func, args, kwargs or {})
         local = call(*local_args, **local_kwargs) if local_kwargs else call(*local_args)
         output = plan.single
-        if plan.written is not None and args[plan.written]._origin is None:
+        if plan.written is not None:
             return args[plan.written]
-        if output is None or plan.written is not None or output.known is None:
+        if output is None or output.known is None:
+            return finish(plan, local, func, args, kwargs or {})
+        if plan.is_view and (plan.is_copy or torch.is_inference_mode_enabled()):
             return finish(plan, local, func, args, kwargs or {})
         known = output.known
         if known.dtype is not local.dtype:
@@ -147,8 +152,6 @@ class Dispatcher:
         )  # fmt: skip
         result._local_tensor = local
         result._tensor_layout = known
-        if plan.is_view and (plan.is_copy or args[0]._origin is not None):
-            return finish(plan, local, func, args, kwargs or {})
         return result
 
     def __call__(self, func: OpOverload, *args: Any) -> Any:
@@ -174,12 +177,7 @@ class Dispatcher:
     def write_known(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Do as `run_known` for an op that writes to its first argument; False where it was not done."""
         table = self.tables.get(id(func))
-        if (
-            table is None
-            or not no_active_modes()
-            or args[0]._origin is not None
-            or torch.is_inference_mode_enabled()
-        ):
+        if table is None or not no_active_modes() or torch.is_inference_mode_enabled():
             return False
         parts: list[Any] = [table]
         local_args = [describe(value, parts, table.reads_floats) for value in args]
@@ -292,6 +290,10 @@ class Dispatcher:
     ) -> tuple[OpPlan, Recipe | None, bool]:
         """A plan, how to plan others like it, if known, and whether it holds for these floats only."""
         tensors = all_tensors((args, kwargs))
+        if any(isinstance(t, DTensor) and t._tensor_layout.is_copied_view for t in tensors):
+            return plan_through_views(func), None, False
+        if facts_of(func).is_composite_view:
+            return plan_one_by_one(func), None, True
         family = self.mixed.get(func) or self.families.get(func)
         is_simple = _are_simple(tensors)
         made = self._by_rule(func, args, kwargs) if is_simple and family is None else None
@@ -395,31 +397,22 @@ def _by_rule(
             steps.append(Redistribute(number, slots[number], tensors[number]._tensor_layout, want, number))
     out = len(layouts) + len(steps)
     stays = not steps
-    call_locally = form.call
-    if facts.is_view and facts.functional is None and pends_more(choice.inputs, choice.outputs):
-        call_locally = _copying(
-            form.call
-        )  # one rank's part of a pending sum must not be its part of the input
     if form.static is None:
-        steps.append(GivenCall(call_locally, tuple(slots), out))
+        steps.append(GivenCall(form.call, tuple(slots), out))
     else:
         args, kwargs = slots_for_metas(form.static, slots)
-        steps.append(LocalCall(call_locally, args, kwargs, out))
+        steps.append(LocalCall(form.call, args, kwargs, out))
     has_lookup = any(without_mask(y) is not y for y in choice.outputs)
     return OpPlan(
         steps=tuple(steps),
         outputs=outputs,
         num_slots=out + 1,
         single=outputs[0] if len(outputs) == 1 and facts.returns_one_tensor else None,
-        plain=call_locally if stays and form.static is None and not has_lookup else None,
+        plain=form.call if stays and form.static is None and not has_lookup else None,
         written=0 if facts.functional is not None else None,
         is_view=facts.functional is None and facts.is_view,
         is_copy=not stays or pends_more(choice.inputs, choice.outputs),
     )
-
-
-def _copying(call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: map_tensors(torch.clone, call(*args, **kwargs))
 
 
 def _outputs(lead: TensorLayout, choice: Choice, metas: tuple[Any, ...]) -> tuple[Output, ...]:

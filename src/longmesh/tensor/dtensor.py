@@ -11,7 +11,7 @@ how the parts make up the whole. Names and defaults are those of torch.distribut
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,8 +34,10 @@ from longmesh.tensor.foreign import refuse_fsdp, refuse_transformed
 from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
-from longmesh.tensor.view_origin import ViewOrigin
 from longmesh.tensor.view_route import check_view
+
+if TYPE_CHECKING:
+    from longmesh.tensor.view_origin import ViewOrigin
 
 aten = torch.ops.aten
 
@@ -148,8 +150,9 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As torch's: the tensor without its history. Assigning a DTensor replaces this one's parts and layout."""
-        return torch.Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+        """The tensor without its history: as detach(), writes to it count as writes to the tensor. Assigning a DTensor
+        replaces this one's parts and layout; of a view along a sharded dim it gets a copy."""
+        return aten.detach(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -158,12 +161,18 @@ class DTensor(torch.Tensor):
                 f"the data of a DTensor is a DTensor, got a {type(value).__name__} of shape {tuple(value.shape)}; use "
                 "copy_(), or wrap it with DTensor.from_local or distribute_tensor"
             )
+        if value._origin is not None:
+            value = value.detach().clone()
+        value._apply_lookup_mask()
         torch.Tensor.data.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
         self._local_tensor, self._tensor_layout = value._local_tensor, value._tensor_layout
+        self._origin = self._lookup = self._reduced = None
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part (shared, not copied). Sends nothing. Differentiable: the local gradient is taken
-        to be laid out as this tensor is (replicated where it is Partial), or by `grad_placements`."""
+        to be laid out as this tensor is (replicated where it is Partial), or by `grad_placements`.
+
+        What is written to it is not seen by views along sharded dims that were made before."""
         grads = (
             None if grad_placements is None else normalize_placements(grad_placements, self.ndim, "to_local")
         )
@@ -269,11 +278,12 @@ class DTensor(torch.Tensor):
         return DTensorSpec(self._mesh, self._layout, TensorMeta(self.shape, self.stride(), self.dtype))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
+        outdated = ", outdated=True" if autograd.is_outdated(self) else ""
         order = "" if self._layout.is_default_order else f", shard_order={self._layout.shard_order}"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"DTensor(local_tensor={self._local_tensor}, device_mesh={self._mesh}, "
-            f"placements={self.placements}{order}{grad})"
+            f"placements={self.placements}{order}{grad}{outdated})"
         )
 
     # -- copied, saved, compiled -----------------------------------------------------------------
@@ -290,7 +300,7 @@ class DTensor(torch.Tensor):
             autograd.apply_lookup_mask(self)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[DeviceMesh, Layout, type[DTensor]]]:
-        self._apply_lookup_mask()
+        autograd.current_part(self)
         return ["_local_tensor"], (self._mesh, self._layout, type(self))
 
     @staticmethod
@@ -325,9 +335,9 @@ class DTensor(torch.Tensor):
         return write_items(fqn, self)
 
     def __create_chunk_list__(self) -> list[Any]:
-        from longmesh.tensor.checkpointable import chunk_list
+        from longmesh.tensor.checkpointable import boxes_to_load
 
-        return chunk_list(self)
+        return boxes_to_load(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         from longmesh.tensor.checkpointable import tensor_shard

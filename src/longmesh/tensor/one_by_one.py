@@ -13,7 +13,7 @@ from longmesh.tensor.op_facts import decomposition_of, facts_of
 from longmesh.tensor.op_plan import OpPlan, replace_target
 from longmesh.tensor.plain import decomposing, on_whole_tensors
 from longmesh.tensor.steps import RunOps, Slot
-from longmesh.tensor.view_origin import write_to_origin
+from longmesh.tensor.view_origin import run_on_views
 
 
 def plan_one_by_one(func: OpOverload) -> OpPlan:
@@ -33,6 +33,16 @@ def plan_one_by_one(func: OpOverload) -> OpPlan:
             decomposing.reset(token)
 
     return OpPlan((RunOps(func, run, 0),), result=Slot(0), num_slots=1, how="no rule: made of other ops")
+
+
+def plan_through_views(func: OpOverload) -> OpPlan:
+    """The plan of an op on views that had to be copied: whether they are read again is known when it runs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return run_on_views(func, args, kwargs)
+
+    how = "through the tensors that its inputs are views of"
+    return OpPlan((RunOps(func, run, 0),), result=Slot(0), num_slots=1, how=how)
 
 
 def write_back(
@@ -55,6 +65,4 @@ def write_back(
         if target._lookup is not None:
             apply_lookup_mask(target)
         target._local_tensor.copy_(move(value, target._layout)._local_tensor)
-        if target._origin is not None:
-            write_to_origin(target, move)
     return targets[0] if len(targets) == 1 else tuple(targets)

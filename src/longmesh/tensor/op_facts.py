@@ -11,6 +11,7 @@ from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from longmesh._torch import is_composite
 from longmesh.rules import Meta, OpCall, OutMeta
 from longmesh.tensor.tree import map_tensors
 
@@ -23,6 +24,9 @@ class OpFacts(NamedTuple):
     has_out: bool
     returns_one_tensor: bool
     is_view: bool
+    # A view op that is made of others, as reshape: they say whether its result is a view or a copy. Autograd has them
+    # run one by one, inference mode gives us the op itself.
+    is_composite_view: bool
 
 
 @functools.cache
@@ -34,6 +38,7 @@ def facts_of(func: OpOverload) -> OpFacts:
         any(a.is_out for a in func._schema.arguments),
         returns_one_tensor(func),
         is_view(func),
+        is_view(func) and is_composite(func),
     )
 
 
@@ -70,6 +75,15 @@ def run_on_meta(call: OpCall) -> tuple[OutMeta, ...]:
     return tuple(found)
 
 
+def written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The values of the arguments that the op's schema says it writes to."""
+    found: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return found
+
+
 def rule_name(func: OpOverload) -> str:
     """The name a rule is listed under: without the namespace for aten, with it otherwise."""
     return str(func).removeprefix("aten.")
@@ -96,7 +110,7 @@ def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
     """The op in terms of others: torch's decomposition, or the composite kernel itself."""
     if func in decomposition_table:
         return decomposition_table[func]
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    if is_composite(func):
         return func.decompose
     return None
 

@@ -7,6 +7,7 @@ cumsum, sharded dim  LocalCall(scan), Gather(totals), LocalCall(add) -> S(0)
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,14 +18,13 @@ from torch.utils._mode_utils import no_dispatch
 
 from longmesh.rules.lookup import Masked
 from longmesh.spec import Layout
-from longmesh.tensor.autograd import move
 from longmesh.tensor.dtensor import DTensor, wrap as wrap_tensor
 from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import global_stride
 from longmesh.tensor.steps import Frame, Slot, Step
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.tree import all_tensors, map_tensors
-from longmesh.tensor.view_origin import remember_origin, write_to_origin
+from longmesh.tensor.view_origin import remember_origin
 
 
 class Output:
@@ -125,7 +125,8 @@ def execute(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
             step.run(frame)
     if plan.result is None:
         return finish(plan, values[-1], func, args, kwargs)
-    result = _fill(plan.result, frame)
+    with _wrapping(plan, args):
+        result = _fill(plan.result, frame)
     if plan.after is not None:
         plan.after(result)
     return _finish_view(plan, result, func, args, kwargs)
@@ -134,11 +135,17 @@ def execute(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
 def finish(plan: OpPlan, local: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an op returns, from what its only local call returned."""
     if plan.written is not None:
-        return _written(args[plan.written])
-    result = wrap_all(local, plan.outputs) if plan.single is None else wrap(local, plan.single)
-    if plan.replaces:
-        return replace_target(func, args, kwargs, result)
+        return args[plan.written]
+    with _wrapping(plan, args):
+        result = wrap_all(local, plan.outputs) if plan.single is None else wrap(local, plan.single)
     return _finish_view(plan, result, func, args, kwargs)
+
+
+def _wrapping(plan: OpPlan, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Where results are made: a view of a tensor from outside an inference mode counts its writes with that."""
+    if plan.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+        return torch.inference_mode(False)
+    return nullcontext()
 
 
 def _finish_view(
@@ -146,15 +153,9 @@ def _finish_view(
 ) -> Any:
     if plan.replaces:
         return replace_target(func, args, kwargs, result)
-    if plan.is_view and (plan.is_copy or args[0]._origin is not None):
+    if plan.is_view and plan.is_copy:
         remember_origin(result, func, args, kwargs)
     return result
-
-
-def _written(target: Any) -> Any:
-    if isinstance(target, DTensor) and target._origin is not None:
-        write_to_origin(target, move)
-    return target
 
 
 def replace_target(
@@ -176,7 +177,7 @@ def _fill(value: Any, frame: Frame) -> Any:
             result._lookup = frame.tensors[value.shares]._lookup.share()
         return result
     if kind is Given:
-        return _written(frame.tensors[value.number])
+        return frame.tensors[value.number]
     if kind is Slot:
         return frame.values[value.number]
     if kind is Whole:

@@ -54,7 +54,7 @@ from longmesh.tensor.steps import (
     drops,
 )
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
-from longmesh.tensor.tree import map_tensors
+from longmesh.tensor.tree import all_tensors, map_tensors
 
 aten = torch.ops.aten
 
@@ -603,6 +603,7 @@ class Planner:
         if func._schema.is_mutable:
             self.steps += [Forget(number) for number in self.remembering]
         steps = tuple(self.steps)
+        is_copied_view = any(isinstance(t, Planned) and t.is_copied_view for t in all_tensors(result))
         template = leaf(result)
         return OpPlan(
             steps=steps,
@@ -611,7 +612,8 @@ class Planner:
             drops=drops(steps, kept, self.num_inputs),
             replaces=self.replaces,
             is_view=facts.is_view,
-            is_copy=any(step.is_collective or isinstance(step, (Redistribute, Exchange)) for step in steps),
+            is_copy=is_copied_view
+            or any(step.is_collective or isinstance(step, (Redistribute, Exchange)) for step in steps),
             needs_values=self.needs_values,
             after=self.after,
             how=how,

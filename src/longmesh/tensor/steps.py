@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from longmesh._torch import write_count
 from longmesh.comm import run_plan
 from longmesh.comm.collectives import all_gather
 from longmesh.comm.groups import AxisGroup
@@ -152,8 +153,10 @@ class Reduced(NamedTuple):
     version: int
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def version_of(tensor: Any) -> int:
+    """How many writes to a DTensor and its views there were; in inference mode, where torch counts none, those to any
+    tensor of the mesh. The same on every rank."""
+    return tensor._tensor_layout.comm.num_writes if tensor.is_inference() else write_count(tensor)
 
 
 @dataclass(frozen=True, slots=True)

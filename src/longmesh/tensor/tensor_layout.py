@@ -36,6 +36,7 @@ class TensorLayout:
         "dtype",
         "face_stride",
         "has_lookup",
+        "is_copied_view",
         "is_sharded_inside",
         "is_symbolic",
         "kind",
@@ -66,6 +67,8 @@ class TensorLayout:
     plans: dict[tuple[Any, ...], Any]
     # Of a tensor with a pending reduction that remembers its reduced value: the layout of that.
     reduced: Layout | None
+    # Whether the tensor is a view that had to be copied: ops on it go through its base (view_origin.py).
+    is_copied_view: bool
     # Whether it is a pending lookup, whose mask is not applied yet.
     has_lookup: bool
 
@@ -77,7 +80,15 @@ class TensorLayout:
 
     def remembering(self, reduced: Layout | None) -> TensorLayout:
         """The same for a tensor that remembers its reduced value, laid out so."""
-        return tensor_layout(self.mesh, self.layout, self.shape, self.stride, self.dtype, reduced)
+        return tensor_layout(
+            self.mesh, self.layout, self.shape, self.stride, self.dtype, reduced, self.is_copied_view
+        )
+
+    def as_copied_view(self, is_copied: bool) -> TensorLayout:
+        """The same for a view that had to be copied, or for what it shows."""
+        return tensor_layout(
+            self.mesh, self.layout, self.shape, self.stride, self.dtype, self.reduced, is_copied
+        )
 
     def route(self, layout: Layout) -> RedistributePlan:
         """The plan from here to `layout`. For concrete sizes: a compiler specialises here."""
@@ -107,14 +118,15 @@ class _Registry:
         stride: Sequence[int],
         dtype: torch.dtype,
         reduced: Layout | None = None,
+        is_copied_view: bool = False,
     ) -> TensorLayout:
         comm = comm_of(mesh)
-        key = (comm, layout, shape, stride, dtype, reduced)
+        key = (comm, layout, shape, stride, dtype, reduced, is_copied_view)
         try:
             found = self._known.get(key)
         except TypeError:
             if type(shape) is list or type(stride) is list:
-                return self.get(mesh, layout, tuple(shape), tuple(stride), dtype, reduced)
+                return self.get(mesh, layout, tuple(shape), tuple(stride), dtype, reduced, is_copied_view)
             return self._make(mesh, key, is_symbolic=True)
         if found is None:
             if len(self._known) >= _MAX_LAYOUTS:  # sizes that never come back; those in use are made again
@@ -126,7 +138,7 @@ class _Registry:
     def _make(self, mesh: DeviceMesh, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorLayout:
         held = object.__new__(TensorLayout)
         held.mesh = mesh
-        held.comm, held.layout, held.shape, held.stride, held.dtype, held.reduced = key
+        held.comm, held.layout, held.shape, held.stride, held.dtype, held.reduced, held.is_copied_view = key
         held.is_symbolic = is_symbolic
         held.face_stride = (
             held.stride if is_symbolic or held.stride != contiguous_stride(held.shape) else None
@@ -140,7 +152,8 @@ class _Registry:
 
     def _kind(self, held: TensorLayout) -> Kind:
         sizes = tuple([n if n < 2 else 2 for n in held.shape])
-        return self._kinds.setdefault((held.comm, held.layout, held.dtype, held.reduced, sizes), Kind())
+        key = (held.comm, held.layout, held.dtype, held.reduced, held.is_copied_view, sizes)
+        return self._kinds.setdefault(key, Kind())
 
 
 _registry = _Registry()

@@ -1,92 +1,209 @@
-"""Views that had to be copied: what is written to them goes back to where they came from.
+"""Views that had to be copied: read and written through the tensor that they are views of.
 
     x = distribute_tensor(..., [Shard(0)])
-    x[0] = 5            # select, then fill_: row 0 lies on one rank, so the view is a copy everywhere
+    row = x[0]          # on one rank only, so the view is a copy
+    x.mul_(3)           # row is read again before it is used
+    row.add_(1)         # written to x, too
 
-A view of a cut dim may hold moved data. It remembers its origin, and so do views of it; an in-place op on any of
-them is followed by the inverse of the view, written to the origin.
+A view along a sharded dim may hold redistributed data. It remembers its origin: its base, the view op, and how many
+writes torch had counted; torch counts the writes to a tensor and to all its views together, and alike on every rank.
+An op on such a view is a plan of one step (one_by_one.py): read the view again if there were writes, run the op, and if
+that wrote to the view, write the inverse of the view to the base. A view of such a view remembers its origin, too.
 
-Pitfall: such a view is a copy of what its origin held when it was made. Later writes to the origin don't show in it.
+Pitfall: torch does not count what is written to a local tensor (`x.to_local().zero_()`): older views don't see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, below_autograd, increment_version, schema_of
+from longmesh.comm import run_plan
 from longmesh.errors import LongmeshError
+from longmesh.tensor.dtensor import DTensor, wrap
+from longmesh.tensor.op_facts import functional_form, is_view, written_arguments
+from longmesh.tensor.steps import version_of
+from longmesh.tensor.tree import all_tensors
 
 aten = torch.ops.aten
 
 
 class ViewOrigin(NamedTuple):
-    """The tensor a view was made of and how: op, its other arguments by name, which of its outputs."""
+    """Where a view comes from: `base`, a DTensor of our own on the memory that the base had (the user's may get another
+    memory or shape), the op and its other arguments by name. `version`: the writes that `counted` had when the view
+    was read; None if it has to be read again."""
 
-    base: Any
+    base: DTensor
     func: OpOverload
     given: dict[str, Any]
-    number: int
+    counted: DTensor
+    version: int | None
 
 
 def remember_origin(result: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note on a view (or the views that an op gives) where it comes from."""
-    names = [a.name for a in func._schema.arguments]
-    defaults = {a.name: a.default_value for a in func._schema.arguments}
-    given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-    base = given.pop(names[0])
+    _remember(result, _alias(args[0]), args[0], func, args, kwargs)
+
+
+def _remember(
+    result: Any,
+    base: DTensor,
+    counted: DTensor,
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    arguments = schema_of(func).arguments[1:]
+    given = {a.name: a.default_value for a in arguments}
+    given.update(zip(given, args[1:], strict=False))
+    given.update(kwargs)
     views = result if isinstance(result, (list, tuple)) else [result]
+    version = version_of(counted)
+    start = 0
     for number, view in enumerate(views):
-        view._origin = ViewOrigin(base, func, given, number)
+        op = func
+        if op is aten.unbind.int:  # of several views each remembers an op that makes it alone
+            op, given = aten.select.int, {"dim": given["dim"], "index": number}
+        elif isinstance(result, (list, tuple)):
+            dim = given["dim"]
+            op, end = aten.slice.Tensor, start + view.shape[dim]
+            given = {"dim": dim, "start": start, "end": end, "step": 1}
+            start = end
+        view._origin = ViewOrigin(base, op, given, counted, version)
+        view._tensor_layout = view._tensor_layout.as_copied_view(True)
 
 
-def write_to_origin(view: Any, move: Callable[..., Any]) -> None:
-    """Bring what was written to a view home, and from there on if that is a view, too. Collective."""
+def _alias(tensor: DTensor) -> DTensor:
+    """A DTensor on the same memory that ops read and write directly, copied view or not."""
+    alias = wrap(tensor._local_tensor, tensor._tensor_layout.as_copied_view(False))
+    alias._origin = tensor._origin
+    return alias
+
+
+def is_outdated(tensor: DTensor) -> bool:
+    """Whether it is a view that has to be read again before its local tensor is used."""
+    origin = tensor._origin
+    return origin is not None and origin.version != version_of(origin.counted)
+
+
+def refresh(view: DTensor) -> None:
+    """Read a view again if there were writes to its base. Collective where the view op is."""
+    if is_outdated(view):
+        assert view._origin is not None
+        with torch.no_grad(), below_autograd():
+            _read(view, version_of(view._origin.counted))
+
+
+def _read(view: DTensor, version: int) -> None:
+    origin = view._origin
+    if origin is None or origin.version == version:
+        return
+    _read(origin.base, version)
+    fresh = origin.func(origin.base, **origin.given)
+    own, layout = fresh._tensor_layout, view._layout
+    local = fresh._local_tensor
+    view._local_tensor = local if own.layout is layout else run_plan(own.route(layout), local, own.comm)
+    view._reduced = None
+    view._tensor_layout = view._tensor_layout.remembering(None)
+    view._origin = origin._replace(version=version)
+
+
+def run_on_views(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op some of whose arguments are copied views. Collective where the op or the views are."""
+    found = {id(t): t for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)}
+    views = [t for t in found.values() if t._origin is not None]
+    writes = {id(t) for t in all_tensors(written_arguments(func, args, kwargs))}
+    is_new_shape = torch.Tag.inplace_view in func.tags
+    written = [] if is_new_shape else [view for view in views if id(view) in writes]
+    for view in written:
+        _check_writable(view)
+    for view in views:
+        refresh(view)
+    before = _alias(args[0]) if is_new_shape else None
+    with _shown(views), below_autograd():
+        result = func(*args, **kwargs)
+        for view in written:
+            _write_to_base(view)
+    if before is not None:  # squeeze_ and its like: the same tensor is another view now
+        op = functional_form(func)
+        assert op is not None and result._origin is not None, f"{func} has a form that returns a view"
+        _remember(result, before, result._origin.counted, op, args, kwargs)
+    elif is_view(func) and args[0]._origin is not None:
+        remember_origin(result, func, args, kwargs)
+    return result
+
+
+@contextmanager
+def _shown(views: list[DTensor]) -> Iterator[None]:
+    """Ops on the views are ops on what they show. After an error they are read again: it may be half written."""
+    for view in views:
+        view._tensor_layout = view._tensor_layout.as_copied_view(False)
+    try:
+        yield
+    except BaseException:
+        for view in views:
+            assert view._origin is not None
+            view._origin = view._origin._replace(version=None)
+        raise
+    finally:
+        for view in views:
+            view._tensor_layout = view._tensor_layout.as_copied_view(True)
+
+
+def _write_to_base(view: DTensor) -> None:
+    """Write what a view shows to its base, and from there on if that is a view, too. Collective."""
     while view._origin is not None:
-        base = view._origin.base
-        whole = _inverse(view, *view._origin)
-        base._local_tensor.copy_(move(whole, base._layout)._local_tensor.clone())  # they may overlap
+        base, func, given, counted, _ = view._origin
+        if not counted.is_inference():
+            increment_version([counted])
+        aten.copy_(base, aten.clone(_INVERSES[_name(func)](base, view, given)))  # they may overlap
         view = base
 
 
-def _inverse(view: Any, base: Any, func: OpOverload, given: dict[str, Any], number: int) -> Any:
-    """`base` with `view` in the place it was taken from."""
-    match func._overloadpacket._qualified_op_name.removeprefix("aten::"):
-        case "slice":
-            return aten.slice_scatter(base, view, given["dim"], given["start"], given["end"], given["step"])
-        case "select":
-            return aten.select_scatter(base, view, given["dim"], given["index"])
-        case "diagonal":
-            return aten.diagonal_scatter(base, view, given["offset"], given["dim1"], given["dim2"])
-        case "as_strided":
-            size, stride, offset = given["size"], given["stride"], given["storage_offset"]
-            return aten.as_strided_scatter(base, view, size, stride, offset)
-        case "unbind":
-            return aten.select_scatter(base, view, given["dim"], number)
-        case "split" | "split_with_sizes":
-            start = (
-                sum(given["split_sizes"][:number]) if "split_sizes" in given else number * given["split_size"]
-            )
-            return aten.slice_scatter(base, view, given["dim"], start, start + view.shape[given["dim"]], 1)
-        case "view" | "squeeze" | "unsqueeze" if "dtype" not in given:
-            return aten.reshape(view, base.shape)
-        case "permute":
-            dims = [d % base.ndim for d in given["dims"]]
-            return aten.permute(view, [dims.index(d) for d in range(base.ndim)])
-        case "transpose":
-            return aten.transpose(view, given["dim0"], given["dim1"])
-        case "t":
-            return aten.t(view)
-        case "alias" | "detach":
-            return view
-        case "view_as_real":
-            return aten.view_as_complex(view)
-        case "view_as_complex":
-            return aten.view_as_real(view)
-        case _:
+def _check_writable(view: DTensor) -> None:
+    while view._origin is not None:
+        base, func, _, _, _ = view._origin
+        if _name(func) not in _INVERSES:
             raise LongmeshError(
                 f"can't write in place to this view: {func} of a tensor laid out as {base._layout} had to move its "
                 "data, and has no inverse; write to the tensor itself, or redistribute it to Replicate() first"
             )
+        view = base
+
+
+def _name(func: OpOverload) -> str:
+    return schema_of(func).name.removeprefix("aten::")
+
+
+def _reshaped(base: Any, view: Any, given: dict[str, Any]) -> Any:
+    return aten.reshape(view, base.shape) if "dtype" not in given else aten.view.dtype(view, base.dtype)
+
+
+def _permuted(base: Any, view: Any, given: dict[str, Any]) -> Any:
+    dims = [d % base.ndim for d in given["dims"]]
+    return aten.permute(view, [dims.index(d) for d in range(base.ndim)])
+
+
+# View op -> `base` with `view` in the place that it was taken from: (base, view, arguments by name).
+_INVERSES: dict[str, Callable[[Any, Any, dict[str, Any]], Any]] = {
+    "slice": lambda base, view, a: aten.slice_scatter(base, view, a["dim"], a["start"], a["end"], a["step"]),
+    "select": lambda base, view, a: aten.select_scatter(base, view, a["dim"], a["index"]),
+    "diagonal": lambda base, view, a: aten.diagonal_scatter(base, view, a["offset"], a["dim1"], a["dim2"]),
+    "as_strided": lambda base, view, a: aten.as_strided_scatter(
+        base, view, a["size"], a["stride"], a["storage_offset"]
+    ),
+    "view": _reshaped,
+    "squeeze": _reshaped,
+    "unsqueeze": _reshaped,
+    "permute": _permuted,
+    "transpose": lambda base, view, a: aten.transpose(view, a["dim0"], a["dim1"]),
+    "t": lambda base, view, a: aten.t(view),
+    "alias": lambda base, view, a: view,
+    "detach": lambda base, view, a: view,
+    "view_as_real": lambda base, view, a: aten.view_as_complex(view),
+    "view_as_complex": lambda base, view, a: aten.view_as_real(view),
+}
