@@ -11,18 +11,33 @@ from longmesh.attention.kernel.dropout import kept
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 4e-2}
 
 
-def dense(q, k, v, mask, *, scale=None, score_mod=None, bias=None, sinks=None, dropout_p=0.0, dropout_seed=0):
-    """Differentiable attention over the whole sequence; rows that see nothing give 0."""
+def dense(
+    q,
+    k,
+    v,
+    mask,
+    *,
+    q_offset=0,
+    scale=None,
+    score_mod=None,
+    bias=None,
+    sinks=None,
+    dropout_p=0.0,
+    dropout_seed=0,
+):
+    """Differentiable attention over the whole sequence; rows that see nothing give 0. Query i stands at position
+    `i + q_offset` of the keys; a bias and dropout number queries from 0."""
     B, H, S, D = q.shape
+    K = k.shape[2]
     k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
-    i, j = torch.arange(S)[:, None], torch.arange(S)
+    i, j = torch.arange(S)[:, None] + q_offset, torch.arange(K)
     scores = q @ k.mT * (D**-0.5 if scale is None else scale)
     if score_mod is not None:
         scores = score_mod(scores, b, h, i, j)
     if bias is not None:
         scores = scores + bias
-    seen = mask.visible(b, h, i, j).expand(B, H, S, S)
+    seen = mask.visible(b, h, i, j).expand(B, H, S, K)
     scores = scores.masked_fill(~seen, -torch.inf)
     sink = torch.full((B, H, S, 1), -torch.inf, dtype=q.dtype)
     if sinks is not None:
@@ -31,15 +46,18 @@ def dense(q, k, v, mask, *, scale=None, score_mod=None, bias=None, sinks=None, d
     dead = (scores == -torch.inf).all(-1, keepdim=True)
     p = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)[..., :-1]
     if dropout_p:
-        at = (torch.arange(B), torch.arange(H), torch.arange(S), torch.arange(S))
+        at = (torch.arange(B), torch.arange(H), torch.arange(S), torch.arange(K))
         p = p * kept(dropout_seed, dropout_p, at) / (1 - dropout_p)
     return p @ v
 
 
-def inputs(B: int, H: int, G: int, S: int, D: int, E: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and the output's gradient."""
+def inputs(
+    B: int, H: int, G: int, S: int, D: int, E: int, dtype: torch.dtype, K: int | None = None
+) -> list[Tensor]:
+    """q, k, v and the output's gradient, of S queries and as many keys unless there are K."""
     draw = torch.Generator().manual_seed(S + H)
-    shapes = [(B, H, S, D), (B, G, S, D), (B, G, S, E), (B, H, S, E)]
+    K = S if K is None else K
+    shapes = [(B, H, S, D), (B, G, K, D), (B, G, K, E), (B, H, S, E)]
     return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
 
 

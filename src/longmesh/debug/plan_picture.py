@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from longmesh.attention import AttentionPlan
+from longmesh.attention.mask.axes import slices_on
 from longmesh.attention.mask.slices import HI, K0, K1, LO, Q0, Q1
 from longmesh.attention.plan.schedule import WHO, rows_by_rank
 from longmesh.debug.palette import piece_color
@@ -17,7 +18,7 @@ def draw_plan(plan: AttentionPlan, size: float = 480.0) -> str:
     group's pairs, for its heads.
     """
     row = plan.rows[0]
-    unit, edge = size / plan.seq_len, 24.0
+    unit, edge = size / max(plan.seq_len, plan.kv_len, 1), 24.0
     shapes: list[str] = []
     for rank, pieces in enumerate(row.ownership.pieces):
         for start, stop in pieces:
@@ -26,7 +27,7 @@ def draw_plan(plan: AttentionPlan, size: float = 480.0) -> str:
                 f'<rect {box} fill="{piece_color(rank)}"><title>rank {rank}: {start}..{stop}</title></rect>'
             )
     shapes.append(f'<rect x="{edge}" y="0" width="{size}" height="{size}" fill="#f6f6f6"/>')
-    slices = plan.mask.slices(plan.seq_len, num_heads=plan.num_heads)
+    slices = slices_on(plan.mask, plan.axes, num_heads=plan.heads.num_heads)
     for part in rows_by_rank(slices, row.schedule.ownership):
         points = " ".join(f"{edge + k * unit:.2f},{q * unit:.2f}" for q, k in outline(part))
         first = int(part[WHO]) * row.inner

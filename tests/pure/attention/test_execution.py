@@ -226,7 +226,7 @@ def time_on(
         yield
         slowest[half] = max(slowest[half], clock.now_s - start)
 
-    tensors = inputs(1, plan.num_heads, plan.num_kv_heads, plan.seq_len, 8, 8, torch.float32)
+    tensors = inputs(1, plan.heads.num_heads, plan.heads.num_kv_heads, plan.seq_len, 8, 8, torch.float32)
     networks = {"network": Network(transfer_s, clock), "way_back": Network(transfer_s, clock)}
     attend(plan, tensors, kernel=Timed(clock, forward_s, backward_s), watch=watch, **networks)
     return slowest

@@ -9,24 +9,30 @@ from hypothesis import given, strategies as st
 
 from longmesh.attention import masks
 from longmesh.attention.mask import slices as sl
+from longmesh.attention.mask.axes import Axes
 from longmesh.attention.mask.block import UNBOUNDED
 from longmesh.errors import LongmeshError
 
 
-def paint(slices: np.ndarray, seq_len: int) -> np.ndarray:
+def paint(slices: np.ndarray, seq_len: int, kv_len: int | None = None) -> np.ndarray:
     """How often each pair is in a slice."""
-    count = np.zeros((seq_len, seq_len), dtype=int)
-    i, j = np.arange(seq_len)[:, None], np.arange(seq_len)[None]
+    kv_len = seq_len if kv_len is None else kv_len
+    count = np.zeros((seq_len, kv_len), dtype=int)
+    i, j = np.arange(seq_len)[:, None], np.arange(kv_len)[None]
     for q0, q1, k0, k1, lo, hi, _ in slices:
         count += (i >= q0) & (i < q1) & (j >= k0) & (j < k1) & (j - i >= lo) & (j - i <= hi)
     return count
 
 
 def dense(mask: masks.Mask, seq_len: int, row: int = 0) -> np.ndarray:
-    i, j = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
-    return torch.broadcast_to(
-        mask.visible(torch.tensor(row), torch.tensor(0), i, j), (seq_len, seq_len)
-    ).numpy()
+    return dense_on(mask, Axes(seq_len, seq_len), row)
+
+
+def dense_on(mask: masks.Mask, axes: Axes, row: int = 0) -> np.ndarray:
+    """Who sees whom by the predicate: queries and keys numbered from 0."""
+    i, j = torch.arange(axes.seq_len)[:, None] + axes.q_offset, torch.arange(axes.kv_len)[None]
+    seen = mask.visible(torch.tensor(row), torch.tensor(0), i, j)
+    return torch.broadcast_to(seen, (axes.seq_len, axes.kv_len)).numpy()
 
 
 bound = st.one_of(st.just(None), st.integers(-12, 12))

@@ -19,25 +19,26 @@ from longmesh.attention.exchange.ulysses import share_heads
 from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.errors import LongmeshError
-from tests.pure.attention.test_masks import any_mask, dense
+from tests.pure.attention.test_masks import any_mask, dense, dense_on
 
 
 class Simulated:
-    """Groups (ranks, unless heads are split) that hold the numbers of their tokens as keys."""
+    """Groups (ranks, unless heads are split) that hold the numbers of their tokens, as queries and as keys."""
 
     def __init__(self, row: RowPlan, num_groups: int):
         self.row = row
         self.plans = [row.rank(group * row.inner) for group in range(num_groups)]
-        self.shards = [row.schedule.ownership.positions(group) for group in range(num_groups)]
-        self.pairs = np.zeros((row.ownership.seq_len,) * 2, dtype=int)
+        self.tokens = [row.schedule.ownership.positions(group) for group in range(num_groups)]
+        self.shards = [row.schedule.kv_ownership.positions(group) for group in range(num_groups)]
+        self.pairs = np.zeros((row.ownership.seq_len, row.kv_ownership.seq_len), dtype=int)
         self.area = np.zeros(num_groups)
         self.keys_received = np.zeros(num_groups, dtype=int)
         self.calls = np.zeros(num_groups, dtype=int)
 
     def run(self, seen: np.ndarray) -> None:
         queries = [
-            np.concatenate([shard, *(self.shards[r][a:b] for r, a, b in plan.queries_in)])
-            for plan, shard in zip(self.plans, self.shards, strict=True)
+            np.concatenate([own, *(self.tokens[r][a:b] for r, a, b in plan.queries_in)])
+            for plan, own in zip(self.plans, self.tokens, strict=True)
         ]
         buffers = self.shards
         for stage in range(len(self.plans[0].stages)):
@@ -81,7 +82,7 @@ class Simulated:
 def carry_out(plan: AttentionPlan) -> list[Simulated]:
     runs = [Simulated(row, plan.outer) for row in plan.rows]
     for number, run in enumerate(runs):
-        seen = dense(plan.mask, plan.seq_len, number)
+        seen = dense_on(plan.mask, plan.axes, number)
         run.run(seen)
         assert (run.pairs == seen).all()
     return runs

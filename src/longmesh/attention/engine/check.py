@@ -37,8 +37,9 @@ class Signature(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """What every rank passes alike to `unshard`."""
+    """What every rank passes alike to `unshard` or `unshard_kv`."""
 
+    what: str
     plan: str
     dim: int
     other_sizes: tuple[int, ...]
@@ -50,11 +51,12 @@ def check_tokens(what: str, tensor: Tensor, dim: int, tokens: int, num_cuts: int
     if not -tensor.ndim <= dim < tensor.ndim:
         raise LongmeshError(f"{what}(dim={dim}): the tensor {tuple(tensor.shape)} has {tensor.ndim} dims")
     dim %= tensor.ndim
-    whose = "the sequence" if what == "shard" else "this rank's part"
+    whose = "this rank's part" if what.startswith("un") else "the sequence"
+    noun = "keys" if what.endswith("_kv") else "tokens"
     if tensor.shape[dim] != tokens:
         raise LongmeshError(
-            f"{what}(dim={dim}): the tensor is {tuple(tensor.shape)}, but {whose} has {tokens} tokens; "
-            "give the dim that holds the tokens"
+            f"{what}(dim={dim}): the tensor is {tuple(tensor.shape)}, but {whose} has {tokens} {noun}; "
+            f"give the dim that holds the {noun}"
         )
     if num_cuts > 1 and (dim == 0 or tensor.shape[0] != num_cuts):
         raise LongmeshError(
@@ -65,26 +67,18 @@ def check_tokens(what: str, tensor: Tensor, dim: int, tokens: int, num_cuts: int
 
 
 def check_call(
-    plan: AttentionPlan, tokens: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score
-) -> None:
-    """Raise unless q, k, v and the options are what the plan can take."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise LongmeshError(
-                f"attention takes tensors (batch, heads, tokens, head dim), given {name}={type(tensor).__name__}; pass "
-                "q, k and v, all three"
-            )
+    plan: AttentionPlan, tokens: tuple[int, int], q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None,
+    score: Score,
+) -> None:  # fmt: skip
+    """Raise unless q, k, v and the options are what the plan can take. `tokens`: queries and keys of this rank."""
+    v = _checked_values(plan, q, k, v)
     if not q.ndim == k.ndim == v.ndim == 4:
         raise LongmeshError(f"attention takes (batch, heads, tokens, head dim), given {_shapes(q, k, v)}")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         kinds = ", ".join(f"{name} {t.dtype} on {t.device}" for name, t in zip("qkv", (q, k, v), strict=True))
         raise LongmeshError(f"q, k and v must have one dtype and one device, given {kinds}; use .to(q)")
-    B, H, S, D = q.shape
-    if not S == k.shape[2] == v.shape[2] == tokens:
-        raise LongmeshError(
-            f"this rank has {tokens} of the layout's {plan.seq_len} tokens, given {_shapes(q, k, v)}; "
-            "cut the input with shard(x, dim), which gives each rank its tokens in the layout's order"
-        )
+    B, H, _, D = q.shape
+    _check_lengths(plan, tokens, q, k, v)
     if k.shape[0] != B or k.shape[:3] != v.shape[:3] or k.shape[3] != D:
         raise LongmeshError(
             "q and k must have one batch and head dim, k and v one batch and number of heads; "
@@ -103,11 +97,51 @@ def check_call(
     _check_options(plan, q, sinks, score)
 
 
+def _checked_values(plan: AttentionPlan, q: object, k: object, v: Tensor | None) -> Tensor:
+    """The values, which may be a part of the keys; all are tensors."""
+    inside = plan.heads.v_in_k
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor) and not (inside and tensor is v):
+            raise LongmeshError(
+                f"attention takes tensors (batch, heads, tokens, head dim), given {name}={type(tensor).__name__}; pass "
+                "q, k and v, all three; or make the plan with v_in_k=True, where values are a part of the keys"
+            )
+    if not inside:
+        assert isinstance(v, Tensor)
+        return v
+    if v is not None:
+        raise LongmeshError(
+            f"v_in_k: the values are the first {plan.heads.v_head_dim} features of the keys, so pass q and k only; "
+            f"given v {tuple(v.shape)}"
+        )
+    assert isinstance(k, Tensor)
+    if k.shape[-1] < plan.heads.v_head_dim:
+        raise LongmeshError(
+            f"v_in_k: the values are the first {plan.heads.v_head_dim} features of the keys, given k {tuple(k.shape)}; "
+            "make the plan with the v_head_dim= of these"
+        )
+    return k[..., : plan.heads.v_head_dim]
+
+
+def _check_lengths(plan: AttentionPlan, tokens: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> None:
+    if (q.shape[2], k.shape[2], v.shape[2]) == (tokens[0], tokens[1], tokens[1]):
+        return
+    if plan.kv_layout is None:
+        raise LongmeshError(
+            f"this rank has {tokens[0]} of the layout's {plan.seq_len} tokens, given {_shapes(q, k, v)}; "
+            "cut the input with shard(x, dim), which gives each rank its tokens in the layout's order"
+        )
+    raise LongmeshError(
+        f"this rank has {tokens[0]} of {plan.seq_len} queries and {tokens[1]} of {plan.kv_len} keys, given "
+        f"{_shapes(q, k, v)}; cut queries with shard(x, dim) and keys with shard_kv(x, dim)"
+    )
+
+
 def signature_of(
     plan: AttentionPlan,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     sinks: Tensor | None,
     score: Score,
     lse: bool = False,
@@ -124,7 +158,7 @@ def signature_of(
         heads=q.shape[1],
         kv_heads=k.shape[1],
         head_dim=q.shape[3],
-        v_head_dim=v.shape[3],
+        v_head_dim=plan.heads.v_head_dim if v is None else v.shape[3],
         dtype=q.dtype,
         device=q.device.type,
         scale=score.scale,
@@ -143,12 +177,13 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 def _check_options(plan: AttentionPlan, q: Tensor, sinks: Tensor | None, score: Score) -> None:
     B, H = q.shape[:2]
-    whole, bias = (B, H, plan.seq_len, plan.seq_len), score.bias
+    whole, bias = (B, H, plan.seq_len, plan.kv_len), score.bias
+    keys = "seq_len" if plan.kv_layout is None else "kv_len"
     if bias is not None:
         shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
         if len(shape) != 4 or any(n not in (1, size) for n, size in zip(shape, whole, strict=True)):
             raise LongmeshError(
-                f"bias {tuple(bias.shape)} does not broadcast to {whole} (batch, heads, seq_len, seq_len); "
+                f"bias {tuple(bias.shape)} does not broadcast to {whole} (batch, heads, seq_len, {keys}); "
                 "it covers the whole sequence, not this rank's tokens"
             )
     if sinks is not None and tuple(sinks.shape) != (H,):

@@ -21,15 +21,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.attention.engine.check import Gathered, Signature, check_call, check_tokens, signature_of
+from longmesh.attention.engine.check import Gathered, Signature, check_call, signature_of
+from longmesh.attention.engine.side import Side
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.execute.driver import Task
-from longmesh.attention.execute.function import Attend, Call, Gather
+from longmesh.attention.execute.function import Attend, Call
 from longmesh.attention.execute.lse import AttendWithLse
 from longmesh.attention.execute.op import attend, cast_for_autocast, register_caller
 from longmesh.attention.execute.route import Route
@@ -39,10 +39,12 @@ from longmesh.attention.kernel.self_check import refused_kernels
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mods.captured import captured_tensors
+from longmesh.attention.mods.offset import at_offset
 from longmesh.attention.plan.adapt import adapt_plan
 from longmesh.attention.plan.ahead import Planned, PlansAhead
 from longmesh.attention.plan.api import checked_mask, plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan
+from longmesh.attention.plan.head_sizes import HeadSizes
 from longmesh.comm import AxisGroup, MeshComm, comm_of
 from longmesh.comm.agree import agree, checks_every_call
 from longmesh.errors import LongmeshError
@@ -68,6 +70,9 @@ class ContextParallel:
 
     Without a mesh the sequence is whole in this process: the same masks and kernels, and no process group. `cluster` is
     the machine that plans are made for, one for all ranks: a `Cluster` that was measured, or the name of a typical one.
+    Where keys are other tokens than queries there are `kv_len` of them, cut by `kv_layout`; the first query stands at
+    position `q_offset` among them, unless given so that the last one stands at the last key. `v_in_k`: the values are
+    the first `v_head_dim` features of the keys; calls pass no v.
     `check`: whether the ranks agree at every call that they are called alike; else at the first call only.
 
     >>> cp = ContextParallel(mesh, seq_len=10, mask=masks.causal(), num_heads=2, head_dim=8)
@@ -83,8 +88,11 @@ class ContextParallel:
         mesh: DeviceMesh | None,
         *,
         seq_len: int,
+        kv_len: int | None = None,
+        q_offset: int | None = None,
         mask: Mask | None = None,
         layout: Layout | str = "auto",
+        kv_layout: Layout | str | None = None,
         exchange: Exchange | str = "auto",
         kernel: str | None = None,
         check_kernels: bool = True,
@@ -92,6 +100,8 @@ class ContextParallel:
         num_heads: int = 8,
         num_kv_heads: int | None = None,
         head_dim: int = 64,
+        v_head_dim: int | None = None,
+        v_in_k: bool = False,
         dtype: torch.dtype = torch.float32,
         cluster: Cluster | str | None = None,
         check: bool | None = None,
@@ -118,15 +128,18 @@ class ContextParallel:
             "cluster": _cluster_on(self._comm, cluster),
         }
         request |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        request |= {"v_head_dim": v_head_dim, "v_in_k": v_in_k}
+        request |= {"kv_len": kv_len, "q_offset": q_offset, "kv_layout": kv_layout}
         self._take_plan(request | {"mask": mask}, None)
 
     def _take_plan(self, request: dict[str, Any], planned: Planned | None) -> None:
         self._request = request
         self.plan: AttentionPlan = plan_attention(**request) if planned is None else planned.plan
         self._rank_plans = None if planned is None else planned.rank_plans
-        self._planned: dict[tuple[tuple[int, int, int, int], torch.device], Heads] = {}
-        self._positions: dict[torch.device, Tensor] = {}
-        self._orders: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+        self._planned: dict[tuple[HeadSizes, torch.device], Heads] = {}
+        rows = self.plan.rows
+        self._queries = Side("shard", [row.ownership for row in rows], self.rank, self._of_everyone)
+        self._keys = Side("shard_kv", [row.kv_ownership for row in rows], self.rank, self._of_everyone)
         self._choice: Choice | None = None
         self._has_agreed = False
         self._name = register_caller(self)
@@ -144,84 +157,57 @@ class ContextParallel:
     def with_mask(self, mask: Mask) -> ContextParallel:
         """The same for another mask: its own layout and plan, made ahead if `plan_ahead` was given the mask. Local."""
         other = copy.copy(self)
-        for cached in ("positions", "_cuts", "_everyone"):
-            other.__dict__.pop(cached, None)
+        other.__dict__.pop("_everyone", None)
         other._take_plan(self._request | {"mask": mask}, self._ahead.take(checked_mask(mask).current()))
         return other
 
     # -- the layout ------------------------------------------------------------------------------
 
-    @functools.cached_property
+    @property
     def positions(self) -> Tensor:
-        """Global positions of this rank's tokens, in local order; (batch, tokens) if rows are cut differently."""
-        rows = [torch.from_numpy(row.positions(self.rank)) for row in self._cuts]
-        return rows[0] if len(rows) == 1 else torch.stack(rows)
+        """Numbers of this rank's tokens in the sequence, in local order; (batch, tokens) if rows are cut differently.
 
-    @functools.cached_property
-    def _cuts(self) -> list:
-        """One ownership if every batch row is cut alike, else one for each."""
-        owned = [row.ownership for row in self.plan.rows]
-        first = owned[0]
-        alike = all((o.pieces, o.stride) == (first.pieces, first.stride) for o in owned)
-        return [first] if alike else owned
+        Queries that stand at `q_offset` among the keys have their positions there `plan.q_offset` further on.
+        """
+        return self._queries.positions
+
+    @property
+    def kv_positions(self) -> Tensor:
+        """The same of this rank's keys."""
+        return self._keys.positions
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this rank."""
-        return self.plan.rows[0].ownership.counts[self.rank]
+        """Tokens of this rank: its queries."""
+        return self._queries.num_tokens
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Keys of this rank."""
+        return self._keys.num_tokens
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part of a whole tensor whose `dim` is the sequence. Local; every rank has the whole."""
-        dim = check_tokens("shard", tensor, dim, self.plan.seq_len, len(self._cuts))
-        positions = self._positions_on(tensor.device)
-        if len(self._cuts) == 1:
-            return tensor.index_select(dim, positions)
-        rows = zip(tensor.unbind(0), positions, strict=True)
-        return torch.stack([row.index_select(dim - 1, where) for row, where in rows])
+        return self._queries.shard(tensor, dim)
+
+    def shard_kv(self, tensor: Tensor, dim: int) -> Tensor:
+        """The same for a tensor whose `dim` is the keys, where they are other tokens than the queries. Local."""
+        return self._keys.shard(tensor, dim)
 
     def unshard(self, tensor: Tensor, dim: int) -> Tensor:
         """The whole tensor from every rank's part, in the order of the sequence.
 
         Collective over the mesh. Its gradient is this rank's part of the whole's gradient.
         """
-        dim = self._together("unshard", self._check_part, tensor, dim).dim
-        if len(self._cuts) == 1:
-            return self._gather(tensor.movedim(dim, 0), 0).movedim(0, dim)
-        rows = [self._gather(row.movedim(dim - 1, 0), i) for i, row in enumerate(tensor.unbind(0))]
-        return torch.stack([row.movedim(0, dim - 1) for row in rows])
+        return self._unshard(self._queries, tensor, dim)
 
-    def _check_part(self, tensor: Tensor, dim: int) -> Gathered:
-        dim = check_tokens("unshard", tensor, dim, self.num_tokens, len(self._cuts))
-        others = tuple(size for d, size in enumerate(tensor.shape) if d != dim)
-        return Gathered(self.plan.digest, dim, others, tensor.dtype)
+    def unshard_kv(self, tensor: Tensor, dim: int) -> Tensor:
+        """The same for a tensor whose `dim` is the keys. Collective over the mesh."""
+        return self._unshard(self._keys, tensor, dim)
 
-    def _gather(self, rows: Tensor, number: int) -> Tensor:
-        owned = self._cuts[number]
-        if self.plan.num_ranks == 1:
-            return rows.index_select(0, self._order_on(rows.device, number)[0])
-        order_S, mine = self._order_on(rows.device, number)
-        return Gather.apply(rows, owned.counts, order_S, mine, self._everyone)
-
-    def _positions_on(self, device: torch.device) -> Tensor:
-        """The positions on a device, copied there once."""
-        if device not in self._positions:
-            self._positions[device] = self.positions.to(device)
-        return self._positions[device]
-
-    def _order_on(self, device: torch.device, number: int) -> tuple[Tensor, Tensor]:
-        """Where each token of the sequence lies in what every rank gathers, and which tokens are this rank's."""
-        if (device, number) not in self._orders:
-            self._orders[device, number] = self._order(device, number)
-        return self._orders[device, number]
-
-    def _order(self, device: torch.device, number: int) -> tuple[Tensor, Tensor]:
-        owned = self._cuts[number]
-        members = (self.rank,) if self.plan.num_ranks == 1 else self._group(self._every_axis)[1]
-        most = max(owned.counts)
-        order = np.empty(owned.seq_len, dtype=np.int64)
-        for place, member in enumerate(members):
-            order[owned.positions(member)] = place * most + np.arange(owned.counts[member])
-        return torch.from_numpy(order).to(device), torch.from_numpy(owned.positions(self.rank)).to(device)
+    def _unshard(self, side: Side, tensor: Tensor, dim: int) -> Tensor:
+        checked = self._together("un" + side.name, side.check_part, self.plan.digest, tensor, dim)
+        return side.unshard(tensor, checked.dim)
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -229,7 +215,7 @@ class ContextParallel:
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None = None,
         *,
         scale: float | None = None,
         score_mod: Callable[..., Tensor] | None = None,
@@ -240,19 +226,20 @@ class ContextParallel:
     ) -> Tensor:
         """Attention of this rank's queries to every key that the mask shows them: (B, H, tokens, E).
 
-        Collective over the mesh, and so is its backward. `bias` broadcasts to (B, H, seq_len, seq_len) and
-        `score_mod` sees global indices; both, `sinks` and `dropout_seed` are the same on every rank.
+        Collective over the mesh, and so is its backward. `bias` broadcasts to (B, H, seq_len, kv_len) and
+        `score_mod` sees positions among the keys; both, `sinks` and `dropout_seed` are the same on every rank.
         """
         q, k, v = cast_for_autocast(q, k, v)
         run = self._run
         if torch.compiler.is_compiling():
-            if score_mod is None and bias is None and not dropout_p:
+            if score_mod is None and bias is None and not dropout_p and v is not None:
                 return attend(q, k, v, sinks, self._name, scale)[0]
             # Not a decorator, which would load the compiler, and take seconds, where nothing is compiled.
             run = cast(Callable[..., Tensor], torch.compiler.disable(run))
+        score_mod = at_offset(score_mod, self.plan.q_offset)
         return run(q, k, v, sinks, Score(scale, score_mod, None, bias, dropout_p, dropout_seed))
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> Tensor:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, score: Score) -> Tensor:
         call = self.enter(q, k, v, sinks, score)
         return Attend.apply(call, q, k, v, score.bias, sinks, *captured_tensors(score.score_mod))
 
@@ -260,7 +247,7 @@ class ContextParallel:
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None = None,
         *,
         scale: float | None = None,
         score_mod: Callable[..., Tensor] | None = None,
@@ -272,28 +259,28 @@ class ContextParallel:
         run = self._run_with_lse
         if torch.compiler.is_compiling():
             run = cast(Callable[..., tuple[Tensor, Tensor]], torch.compiler.disable(run))
-        return run(*cast_for_autocast(q, k, v), Score(scale, score_mod))
+        return run(*cast_for_autocast(q, k, v), Score(scale, at_offset(score_mod, self.plan.q_offset)))
 
-    def _run_with_lse(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+    def _run_with_lse(self, q: Tensor, k: Tensor, v: Tensor | None, score: Score) -> tuple[Tensor, Tensor]:
         call = self.enter(q, k, v, None, score, lse=True)
         return AttendWithLse.apply(call, q, k, v, *captured_tensors(score.score_mod))
 
     def enter(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score, lse: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, score: Score, lse: bool = False
     ) -> Call:
         """The call, checked and planned. Collective: every rank goes on, or every rank raises."""
         self._together("attention", self._check, q, k, v, sinks, score, lse)
         if self._check_kernels:
-            need = self._need(q, v, score)
+            need = self._need(q, k, v, score)
             if need not in self._refused:
                 group = None if self.mesh is None else self._everyone
                 self._refused[need] = refused_kernels(need, q.device, self._kernel, group)
         return self.prepare(q, k, v, score)
 
     def _check(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score, lse: bool
+        self, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, score: Score, lse: bool
     ) -> Signature:
-        check_call(self.plan, self.num_tokens, q, k, v, sinks, score)
+        check_call(self.plan, (self.num_tokens, self.num_kv_tokens), q, k, v, sinks, score)
         return signature_of(self.plan, q, k, v, sinks, score, lse)
 
     def _together(self, what: str, check: Callable[..., Checked], *args: object) -> Checked:
@@ -319,36 +306,43 @@ class ContextParallel:
 
     @functools.cached_property
     def _everyone(self) -> AxisGroup:
-        return self._group(self._every_axis)[0]
+        return self._of_everyone()[0]
+
+    def _of_everyone(self) -> tuple[AxisGroup, tuple[int, ...]]:
+        """The group of all ranks, and its members as ranks of the plan."""
+        return self._group(self._every_axis)
 
     @property
     def _every_axis(self) -> tuple[int, ...]:
         return () if self.mesh is None else tuple(range(self.mesh.ndim))
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Call:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor | None, score: Score) -> Call:
         """The call, planned. Only the first one for given heads may communicate, to make groups."""
         # Under torch.compile sizes may be symbols: a plan is for given heads, so theirs are fixed here.
-        sizes = int(q.shape[1]), int(k.shape[1]), int(q.shape[3])
-        heads = self._plan_heads(*sizes, q.element_size(), q.device)
-        need = self._need(q, v, score)
+        dims = int(q.shape[3]), int(self._value_dim(v))
+        sizes = HeadSizes(int(q.shape[1]), int(k.shape[1]), *dims, q.element_size(), v is None)
+        heads = self._plan_heads(sizes, q.device)
+        need = self._need(q, k, v, score)
         if heads.has_elementwise:
-            score = replace(score, mask_mod=heads.plan.mask.visible)
+            score = replace(score, mask_mod=at_offset(heads.plan.mask.visible, heads.plan.q_offset))
         self._choice = choose(need, self._kernel, self._refused.get(need, ()))
-        kernel = self._choice.kernel
-        return Call(tuple(Task(route, kernel, score, heads.outer, heads.inner) for route in heads.routes))
+        how = self._choice.kernel, score, heads.outer, heads.inner
+        value_dim = dims[1] if v is None else None
+        return Call(tuple(Task(route, *how, value_dim=value_dim) for route in heads.routes))
 
-    def _need(self, q: Tensor, v: Tensor, score: Score) -> Need:
+    def _value_dim(self, v: Tensor | None) -> int:
+        return self.plan.heads.v_head_dim if v is None else v.shape[3]
+
+    def _need(self, q: Tensor, k: Tensor, v: Tensor | None, score: Score) -> Need:
         elementwise = any(row.schedule.has_elementwise for row in self.plan.rows)
-        return need_of(q, v, score, (), torch.is_grad_enabled())._replace(elementwise=elementwise)
+        values = k[..., : self._value_dim(v)] if v is None else v
+        return need_of(q, values, score, (), torch.is_grad_enabled())._replace(elementwise=elementwise)
 
-    def _plan_heads(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, device: torch.device
-    ) -> Heads:
-        key = (num_heads, num_kv_heads, head_dim, dtype_bytes)
-        if (key, device) not in self._planned:
-            plan = adapt_plan(self.plan, *key, self._request)
-            self._planned[key, device] = self._prepare(plan, device)
-        return self._planned[key, device]
+    def _plan_heads(self, sizes: HeadSizes, device: torch.device) -> Heads:
+        if (sizes, device) not in self._planned:
+            plan = adapt_plan(self.plan, sizes, self._request)
+            self._planned[sizes, device] = self._prepare(plan, device)
+        return self._planned[sizes, device]
 
     def _prepare(self, plan: AttentionPlan, device: torch.device) -> Heads:
         """Groups and routes of a plan. Groups of several axes are made here, by all ranks together."""

@@ -7,9 +7,10 @@ Backward does the same stages again, with the gradients of stage s - 1 on their 
 stage 0, the own keys, the last blocks are left for the end where something goes home: they hide the way, and ranks that
 are late. A stage of one block is not parted.
 
-Shapes: B batch, H query heads, G key heads, S tokens of this rank (of its group, if heads are split), R
-queries computed here for others (rows S to S + R of the query buffer), K rows of a stage's key buffer,
-D head dim, E value head dim. Partial results, gradients and their sums are fp32 (fp64 for fp64).
+Shapes: B batch, H query heads, G key heads, S tokens of this rank (of its group, if heads are split; queries may be
+other tokens than keys, and as many as they like), R queries computed here for others (rows S to S + R of the query
+buffer), K rows of a stage's key buffer, D head dim, E value head dim. Partial results, gradients and their sums are
+fp32 (fp64 for fp64).
 
 Collective: every rank of the mesh runs the same plan. Nothing here can fail for one rank only.
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from longmesh.attention.exchange.ulysses import HeadGroup
 from longmesh.attention.execute.route import Move, Route
-from longmesh.attention.execute.rows import add_rows_, from_rows, place_rows, take_rows, to_rows
+from longmesh.attention.execute.rows import add_rows_, from_rows, place_rows, take_rows, to_rows, width_of
 from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Score, Work, zero_like
 from longmesh.attention.kernel.merge import Partial, accumulate_dtype, empty_partial, merge_
 from longmesh.attention.mask.block import Block
@@ -46,6 +47,9 @@ class Task:
     inner: AxisGroup | None
     batch_start: int = 0
     heads: HeadGroup | None = None  # the buffers hold these only; None: all
+    value_dim: int | None = (
+        None  # values are this many first features of the keys; None: tensors of their own
+    )
 
     def by_heads(self) -> list[Task]:
         """This task for each group of heads in turn; itself, if heads are not split."""
@@ -53,6 +57,15 @@ class Task:
         if self.inner is None or share is None:
             return [self]
         return [replace(self, heads=group) for group in share.groups]
+
+    def key_tensors(self, k_BGSD: Tensor, v_BGSE: Tensor) -> tuple[Tensor, ...]:
+        """What of keys and values travels, and has a gradient of its own."""
+        return (k_BGSD, v_BGSE) if self.value_dim is None else (k_BGSD,)
+
+    def keys_and_values(self, rows_KW: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of what travelled as keys and values."""
+        k, *v = from_rows(rows_KW, *self.key_tensors(k_BGSD, v_BGSE))
+        return k, v[0] if v else k[..., : self.value_dim]
 
     def start(self, move: Move, source_SW: Tensor) -> Pending:
         """Start moving rows between the ranks that own keys."""
@@ -104,15 +117,16 @@ def run_forward(task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> F
 def run_backward(
     task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, remote_q_RW: Tensor | None,
     final: Final, totals: Gradients,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of this rank's tokens, in the accumulating dtype; dbias and dcaptured of `totals` grow."""
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dq, dk, dv of this rank's tokens, in the accumulating dtype; dbias and dcaptured of `totals` grow. No dv where
+    values are a part of the keys: it is in dk."""
     route, S = task.route, q_BHSD.shape[2]
     first, later = route.own_parts
     finals = None
     if remote_q_RW is not None:
         finals = task.start(route.queries, to_rows(final.out_BHSE, final.dout_BHSE, final.lse_BHS))
     dq_BHSD = zero_like(q_BHSD)
-    own_SW = _zero_rows(k_BGSD, v_BGSE)
+    own_SW = _zero_rows(task, k_BGSD, v_BGSE)
     home: tuple[Move, Pending] | None = None
     for number, k, v in _key_stages(task, k_BGSD, v_BGSE):
         if number == 1 and remote_q_RW is not None and finals is not None:
@@ -120,8 +134,8 @@ def run_backward(
             dq_BHSD = torch.cat([dq_BHSD, zero_like(q_BHSD[:, :, S:])], dim=2)
             final = _extended_final(final, place_rows(finals.wait(), route.queries.place))
         move = route.home[number]
-        grads_KW = own_SW if move is None else _zero_rows(k, v)
-        dk, dv = _keys_and_values(grads_KW, k, v)
+        grads_KW = own_SW if move is None else _zero_rows(task, k, v)
+        dk, dv = task.keys_and_values(grads_KW, k, v)
         gradients = Gradients(dq_BHSD, dk, dv, totals.dbias, totals.dcaptured)
         blocks = route.plan.stages[number].blocks if number else first
         _differentiate(task, number, blocks, q_BHSD, k, v, final, gradients)
@@ -132,7 +146,7 @@ def run_backward(
     back, dq_home = route.queries.transposed, None
     if remote_q_RW is not None:
         dq_home = task.start(back, to_rows(dq_BHSD[:, :, S:]))
-    dk, dv = _keys_and_values(own_SW, k_BGSD, v_BGSE)
+    dk, dv = task.keys_and_values(own_SW, k_BGSD, v_BGSE)
     gradients = Gradients(dq_BHSD, dk, dv, totals.dbias, totals.dcaptured)
     _differentiate(task, 0, later, q_BHSD, k_BGSD, v_BGSE, final, gradients)
     if dq_home is not None:
@@ -140,13 +154,13 @@ def run_backward(
         add_rows_(dq_rows, back.place, dq_home.wait())
         (dq_BHSD,) = from_rows(dq_rows, dq_BHSD)
     _arrive(home, own_SW)
-    return dq_BHSD, dk, dv
+    return dq_BHSD, *task.key_tensors(dk, dv)
 
 
-def _zero_rows(k_BGKD: Tensor, v_BGKE: Tensor) -> Tensor:
-    B, G, K, D = k_BGKD.shape
+def _zero_rows(task: Task, k_BGKD: Tensor, v_BGKE: Tensor) -> Tensor:
+    width = sum(width_of(t) for t in task.key_tensors(k_BGKD, v_BGKE))
     dtype = accumulate_dtype(k_BGKD.dtype)
-    return torch.zeros((K, B * G * (D + v_BGKE.shape[-1])), dtype=dtype, device=k_BGKD.device)
+    return torch.zeros((k_BGKD.shape[2], width), dtype=dtype, device=k_BGKD.device)
 
 
 def _arrive(home: tuple[Move, Pending] | None, own_SW: Tensor) -> None:
@@ -162,7 +176,8 @@ def _key_stages(task: Task, k_BGSD: Tensor, v_BGSE: Tensor) -> Iterator[tuple[in
     A stage's buffer is let go when the next stage is asked for, if the caller has let go of its views too.
     """
     stages, moves = task.route.plan.stages, task.route.keys
-    own_SW = buffer_KW = to_rows(k_BGSD, v_BGSE) if any(m is not None for m in moves) else None
+    travels = any(m is not None for m in moves)
+    own_SW = buffer_KW = to_rows(*task.key_tensors(k_BGSD, v_BGSE)) if travels else None
     for number, stage in enumerate(stages):
         following = moves[number + 1] if number + 1 < len(stages) else None
         pending = None
@@ -173,15 +188,10 @@ def _key_stages(task: Task, k_BGSD: Tensor, v_BGSE: Tensor) -> Iterator[tuple[in
         if stage.local:
             yield number, k_BGSD, v_BGSE
         else:
-            yield number, *_keys_and_values(_present(buffer_KW), k_BGSD, v_BGSE)
+            yield number, *task.keys_and_values(_present(buffer_KW), k_BGSD, v_BGSE)
         buffer_KW = None
         if following is not None and pending is not None:
             buffer_KW = place_rows(pending.wait(), following.place)
-
-
-def _keys_and_values(rows_KW: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = from_rows(rows_KW, k_BGSD, v_BGSE)
-    return k, v
 
 
 def _present(value: T | None) -> T:

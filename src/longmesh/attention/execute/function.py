@@ -47,7 +47,7 @@ class Kept(NamedTuple):
 
     q: Tensor
     k: Tensor
-    v: Tensor
+    v: Tensor | None  # None: a part of the keys
     out: Tensor
     lse: Tensor
     remote_q: Tensor | None
@@ -85,7 +85,7 @@ class Attend(torch.autograd.Function):
         dsinks = torch.zeros_like(sinks) if sinks is not None else None
         totals = Gradients(dout, dout, dout, dbias, [zero_like(t) for t in captured])
         dqkv = backward_rows(ctx.call, dout, saved, sinks, dsinks, totals, ctx.kv_heads)
-        dqkv = [grad.to(saved[0].dtype) for grad in dqkv]
+        dqkv = [grad.to(saved[0].dtype) for grad in dqkv] + [None] * (3 - len(dqkv))
         dbias = None if dbias is None else dbias.to(bias.dtype)
         dcaptured = [grad.to(t.dtype) for grad, t in zip(totals.dcaptured, captured, strict=True)]
         return None, *dqkv, dbias, dsinks, *dcaptured
@@ -101,13 +101,13 @@ def _as_written(tensor: Tensor) -> Iterator[None]:
 
 
 def forward_rows(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    call: Call, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The output of this rank's tokens, and what is `Kept` of each batch row and group of heads."""
     outs, saved = [], []
     with _as_written(q):
         for task, b in call.batches():
-            out, kept = _forward_row(task, q[b], k[b], v[b], sinks)
+            out, kept = _forward_row(task, q[b], k[b], None if v is None else v[b], sinks)
             outs.append(out)
             saved += kept
     return outs[0] if len(outs) == 1 else torch.cat(outs), saved
@@ -117,7 +117,7 @@ def backward_rows(
     call: Call, dout: Tensor, saved: Sequence[Tensor | None], sinks: Tensor | None, dsinks: Tensor | None,
     totals: Gradients, kv_heads: int,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """dq, dk and dv in the accumulating dtype; `dsinks` and what is in `totals` grow."""
+    """dq, dk and dv (unless it is in dk) in the accumulating dtype; `dsinks` and what is in `totals` grow."""
     rows = []
     with _as_written(dout):
         batches = call.batches()
@@ -128,22 +128,28 @@ def backward_rows(
     return rows[0] if len(rows) == 1 else [torch.cat(parts) for parts in zip(*rows, strict=True)]
 
 
-def _forward_row(task: Task, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):
+def _values(task: Task, k: Tensor, v: Tensor | None) -> Tensor:
+    return k[..., : task.value_dim] if v is None else v
+
+
+def _forward_row(task: Task, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None):
     """The output of this rank's tokens, and what is `Kept` of each group of heads."""
     kept: list[Tensor | None] = []
 
     def compute(_number: int, task: Task, qkv: Sequence[Tensor]) -> list[Tensor]:
-        state, remote_q = run_forward(task, *qkv)
+        q_BHSD, k_BGSD, *values = qkv
+        v_BGSE = values[0] if values else None
+        state, remote_q = run_forward(task, q_BHSD, k_BGSD, _values(task, k_BGSD, v_BGSE))
         if sinks is not None:
             state = apply_sinks(state, sinks[_heads_of(task)])
-        q_BHSD, k_BGSD, v_BGSE = qkv
         kept.extend(Kept(q_BHSD, k_BGSD, v_BGSE, state.out_BHSD, state.lse_BHS, remote_q))
         return [state.out_BHSD.to(q.dtype)]
 
+    given = (q, k) if v is None else (q, k, v)
     if task.inner is None:
-        (out,) = compute(0, task, (q, k, v))
+        (out,) = compute(0, task, given)
     else:
-        (out,) = by_head_groups(task, (q, k, v), (Q, KV, KV), compute, [Q], [q.shape[1]])
+        (out,) = by_head_groups(task, given, (Q, KV, KV)[: len(given)], compute, [Q], [q.shape[1]])
     return out, kept
 
 
@@ -156,13 +162,14 @@ def _backward_row(task: Task, dout, kept, sinks, dsinks, totals: Gradients, kv_h
         if dsinks is not None:
             heads = _heads_of(task)
             dsinks[heads] += sinks_gradient(sinks[heads], final.lse_BHS, final.delta_BHS)
-        grads = run_backward(task, q, k, v, remote_q, final, totals)
+        grads = run_backward(task, q, k, _values(task, k, v), remote_q, final, totals)
         return grads if task.heads is None else rest.settle(task.heads, *grads)
 
     if task.inner is None:
         return compute(0, task, [dout])
-    num_heads = dout.shape[1], kv_heads, kv_heads
-    return by_head_groups(task, [dout], [Q], compute, (Q, KV, KV), num_heads)
+    kinds = (Q, KV, KV) if task.value_dim is None else (Q, KV)
+    num_heads = [dout.shape[1] if kind == Q else kv_heads for kind in kinds]
+    return by_head_groups(task, [dout], [Q], compute, kinds, num_heads)
 
 
 class SharedKeyHead:
@@ -171,14 +178,14 @@ class SharedKeyHead:
     def __init__(self) -> None:
         self._so_far: list[Tensor] | None = None
 
-    def settle(self, group: HeadGroup, dq: Tensor, dk: Tensor, dv: Tensor) -> list[Tensor]:
+    def settle(self, group: HeadGroup, dq: Tensor, *dkv: Tensor) -> list[Tensor]:
         """The gradients that are complete with this group; what is not is kept for the next."""
         if self._so_far is not None:
-            for grad, before in zip((dk, dv), self._so_far, strict=True):
+            for grad, before in zip(dkv, self._so_far, strict=True):
                 grad[:, :1] += before
         done = group.kv_done - group.kv_start
-        self._so_far = None if group.kv_done == group.kv_stop else [dk[:, done:], dv[:, done:]]
-        return [dq, dk[:, :done], dv[:, :done]]
+        self._so_far = None if group.kv_done == group.kv_stop else [grad[:, done:] for grad in dkv]
+        return [dq, *(grad[:, :done] for grad in dkv)]
 
 
 def _heads_of(task: Task) -> slice:

@@ -8,8 +8,8 @@
 
 Shapes: B batch, H all heads, h mine, T my tokens, S the group's, D head dim.
 
-Tensors are of two kinds: those with query heads (q, out) and those with key heads (k, v). A key head may be
-read by several ranks: on the way back its gradients are summed.
+Tensors are of two kinds: those with query heads (q, out), of the tokens that queries are, and those with key heads
+(k, v), of the tokens that keys are. A key head may be read by several ranks: on the way back its gradients are summed.
 
 Collective: every rank of the group calls these, with tensors of the same kinds.
 """
@@ -79,6 +79,18 @@ def _leaving(group: HeadGroup, kind: str) -> slice:
     return slice(group.q_start, group.q_stop) if kind == Q else slice(group.kv_start, group.kv_done)
 
 
+def _tokens(task: Task, kind: str) -> list[int]:
+    """How many tokens each peer has."""
+    row = task.route.row
+    owned = row.ownership if kind == Q else row.kv_ownership
+    return [owned.counts[peer] for peer in task.route.peers]
+
+
+def _rows(task: Task, kind: str) -> tuple[Where, ...]:
+    """For each peer, the rows of the group's buffers that its tokens have."""
+    return task.route.peer_rows if kind == Q else task.route.peer_key_rows
+
+
 def _start(task: Task, parts: Sequence[Sequence[Tensor]], recv_counts: list[int]) -> Pending:
     """Start sending each peer its parts, tokens outermost."""
     every = [part for of_peer in parts for part in of_peer]
@@ -101,7 +113,7 @@ class ToHeads:
 
     def __init__(self, task: Task, tensors_BHTD: Sequence[Tensor], kinds: Sequence[str]) -> None:
         self._task, self._tensors, self._kinds = task, tensors_BHTD, kinds
-        self._tokens = [task.route.row.ownership.counts[peer] for peer in task.route.peers]
+        self._tokens = [_tokens(task, kind) for kind in kinds]
         self._mine = _share(task, task.route.plan.rank)
         self._first = [self._mine.q_start if kind == Q else self._mine.kv_start for kind in kinds]
         self._whole = [self._buffer(t, kind) for t, kind in zip(tensors_BHTD, kinds, strict=True)]
@@ -110,7 +122,9 @@ class ToHeads:
         B, _, _, D = tensor_BHTD.shape
         mine = self._mine
         h = mine.q_stop - mine.q_start if kind == Q else mine.kv_stop - mine.kv_start
-        rows_SBhD = tensor_BHTD.new_empty((self._task.route.tokens_in_group, B, h, D))
+        route = self._task.route
+        S = route.tokens_in_group if kind == Q else route.keys_in_group
+        rows_SBhD = tensor_BHTD.new_empty((S, B, h, D))
         return rows_SBhD.permute(1, 2, 0, 3)
 
     def _part(self, number: int) -> list[Tensor]:
@@ -126,18 +140,24 @@ class ToHeads:
         pairs = list(zip(self._tensors, self._kinds, strict=True))
         groups = [_share(self._task, peer).groups[number] for peer in self._task.route.peers]
         parts = [[t[:, _coming(group, kind)] for t, kind in pairs] for group in groups]
-        width = sum(width_of(part) for part in self._part(number))
-        return _start(self._task, parts, [n * width for n in self._tokens])
+        return _start(self._task, parts, [sum(sizes) for sizes in self._sizes(number)])
+
+    def _sizes(self, number: int) -> list[list[int]]:
+        """For each peer, the elements that come from it with a group, tensor by tensor."""
+        widths = [width_of(part) for part in self._part(number)]
+        peers = zip(*self._tokens, strict=True)
+        return [[n * width for n, width in zip(counts, widths, strict=True)] for counts in peers]
 
     def place(self, number: int, received: Tensor) -> None:
-        targets = self._part(number)
-        widths = [width_of(target) for target in targets]
-        chunks = received.flatten().split([n * sum(widths) for n in self._tokens])
-        for chunk, n, rows in zip(chunks, self._tokens, self._task.route.peer_rows, strict=True):
-            for target, piece, width in zip(
-                targets, chunk.split([n * w for w in widths]), widths, strict=True
+        targets, sizes = self._part(number), self._sizes(number)
+        rows = [_rows(self._task, kind) for kind in self._kinds]
+        chunks = received.flatten().split([sum(of_peer) for of_peer in sizes])
+        for peer, chunk in enumerate(chunks):
+            for target, piece, where, counts in zip(
+                targets, chunk.split(sizes[peer]), rows, self._tokens, strict=True
             ):
-                _put(target, rows, from_rows(piece.view(n, width), target)[0])
+                piece = piece.view(counts[peer], width_of(target))
+                _put(target, where[peer], from_rows(piece, target)[0])
 
     def of(self, number: int) -> list[Tensor]:
         """The tensors of a group: the heads that came with it, and those before that it reads too."""
@@ -158,13 +178,18 @@ class ToTokens:
 
     def start(self, number: int, tensors_BhSD: Sequence[Tensor]) -> Pending:
         """Start sending a group's results."""
-        route, tokens = self._task.route, self._task.route.plan.tokens
+        route, mine = self._task.route, self._task.route.plan
+        tokens = {Q: mine.tokens, KV: mine.kv_tokens}
         if not self.whole:
             self.whole = [
-                t.new_zeros((t.shape[0], count, tokens, t.shape[3]))
-                for t, count in zip(tensors_BhSD, self._num_heads, strict=True)
+                t.new_zeros((t.shape[0], count, tokens[kind], t.shape[3]))
+                for t, count, kind in zip(tensors_BhSD, self._num_heads, self._kinds, strict=True)
             ]
-        parts = [[t[:, :, rows] for t in tensors_BhSD] for rows in route.peer_rows]
+        rows = [_rows(self._task, kind) for kind in self._kinds]
+        parts = [
+            [t[:, :, where[peer]] for t, where in zip(tensors_BhSD, rows, strict=True)]
+            for peer in range(len(route.peers))
+        ]
         counts = [sum(t.numel() for t in self._targets(number, peer)) for peer in route.peers]
         return _start(self._task, parts, counts)
 

@@ -11,6 +11,7 @@ where something depends on it. Shapes: B batch, H query heads, S tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,20 +39,23 @@ class AttendWithLse(torch.autograd.Function):
         _, *rest = ctx.saved_tensors
         captured, rest = rest[: ctx.num_captured], rest[ctx.num_captured :]
         (q, k, v), saved = rest[:3], rest[3:]
-        dq, dk, dv, *dcaptured = (zero_like(t) for t in (q, k, v, *captured))
+        given = (q, k) if v is None else (q, k, v)
+        dqkv, dcaptured = [zero_like(t) for t in given], [zero_like(t) for t in captured]
 
-        def add_up(grad: Tensor, kept: Sequence[Tensor | None], *totals: Tensor) -> None:
+        def add_up(call: Call, grad: Tensor, kept: Sequence[Tensor | None]) -> None:
             into = Gradients(grad, grad, grad, None, dcaptured)
-            found = backward_rows(ctx.call, grad, kept, None, None, into, k.shape[1])
+            found = backward_rows(call, grad, kept, None, None, into, k.shape[1])
+            totals = dqkv if grad is dout else dqkv[:2]
             for total, part in zip(totals, found, strict=False):
                 total += part
 
         if dout is not None:
-            add_up(dout, saved, dq, dk, dv)
+            add_up(ctx.call, dout, saved)
         if dlse is not None:
-            add_up(dlse.unsqueeze(-1), _ones_for_values(saved), dq, dk)
-        grads = zip((dq, dk, dv, *dcaptured), (q, k, v, *captured), strict=True)
-        return None, *(grad.to(t.dtype) for grad, t in grads)
+            tasks = tuple(replace(task, value_dim=None) for task in ctx.call.tasks)
+            add_up(Call(tasks), dlse.unsqueeze(-1), _ones_for_values(saved))
+        found = [grad.to(t.dtype) for grad, t in zip(dqkv, given, strict=True)] + [None] * (3 - len(given))
+        return None, *found, *(grad.to(t.dtype) for grad, t in zip(dcaptured, captured, strict=True))
 
 
 def _own_lse(call: Call, saved: Sequence[Tensor | None], num_heads: int) -> Tensor:
@@ -71,6 +75,6 @@ def _ones_for_values(saved: Sequence[Tensor | None]) -> list[Tensor | None]:
     """What was kept, with values of 1 and outputs of 0, of one feature each."""
     found: list[Tensor | None] = []
     for kept in kept_of(saved):
-        ones, zeros = torch.ones_like(kept.v[..., :1]), torch.zeros_like(kept.out[..., :1])
+        ones, zeros = torch.ones_like(kept.k[..., :1]), torch.zeros_like(kept.out[..., :1])
         found += kept._replace(v=ones, out=zeros)
     return found

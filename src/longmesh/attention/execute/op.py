@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from longmesh.attention.execute.function import Call, backward_rows, forward_row
 from longmesh.attention.kernel.base import Gradients, Score
 from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.errors import LongmeshError
+
+V = TypeVar("V", Tensor, Tensor | None)
 
 
 class Caller(Protocol):
@@ -58,12 +60,12 @@ def register_caller(caller: Caller) -> str:
     return _registry.add(caller)
 
 
-def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cast_for_autocast(q: Tensor, k: Tensor, v: V) -> tuple[Tensor, Tensor, V]:
     """q, k and v in the dtype that autocast asks for, if it is on for their device."""
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q.to(dtype), k.to(dtype), v if v is None else v.to(dtype)
 
 
 @torch.library.custom_op("longmesh::attend", mutates_args=())
@@ -90,11 +92,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, name: str, scale: f
         return found
     for task in [part for whole in call.tasks for part in whole.by_heads()]:
         route, group = task.route, task.heads
-        b, S = B // len(call.tasks), route.tokens_in_group
+        b, S, K = B // len(call.tasks), route.tokens_in_group, route.keys_in_group
         h = H if group is None else group.q_stop - group.q_start
         g = k.shape[1] if group is None else group.kv_stop - group.kv_start
         if task.inner is not None:
-            found += [q.new_empty((b, *shape)) for shape in ((h, S, D), (g, S, D), (g, S, E))]
+            found += [q.new_empty((b, *shape)) for shape in ((h, S, D), (g, K, D), (g, K, E))]
         found += [q.new_empty((b, h, S, E), dtype=wide), q.new_empty((b, h, S), dtype=wide)]
         if route.has_remote_queries:
             found.append(q.new_empty((route.queries.num_received, b * h * D)))

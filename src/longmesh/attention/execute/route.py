@@ -129,6 +129,7 @@ class Route:
         self.plan: RankPlan = row.rank(rank) if plan is None else plan
         self.peers = tuple(peers)
         self.tokens_in_group = row.schedule.ownership.counts[self.plan.group]
+        self.keys_in_group = row.schedule.kv_ownership.counts[self.plan.group]
         self._places = {rank: place for place, rank in enumerate(members)}
         self.has_remote_queries = len(row.schedule.queries) > 0
         self.keys = tuple(None if s.local else self._key_move(s) for s in self.plan.stages)
@@ -164,5 +165,12 @@ class Route:
 
     @functools.cached_property
     def peer_rows(self) -> tuple[Where, ...]:
-        """For each peer, the rows of the group's buffers that its tokens have."""
+        """For each peer, the rows of the group's buffers that its queries have."""
         return tuple(_where_rows(self.row.group_rows(peer), self.device) for peer in self.peers)
+
+    @functools.cached_property
+    def peer_key_rows(self) -> tuple[Where, ...]:
+        """For each peer, the rows of the group's buffers that its keys have."""
+        if self.row.kv_ownership is self.row.ownership:
+            return self.peer_rows
+        return tuple(_where_rows(self.row.kv_group_rows(peer), self.device) for peer in self.peers)

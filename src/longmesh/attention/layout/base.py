@@ -111,7 +111,9 @@ class Ownership(PickledByFields):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
     """What a layout may look at: the slices of the mask, the size it may cut by, and what it costs to
-    compute a query elsewhere (the query there, its partial result back) in keys and values moved.
+    compute a query elsewhere (the query there, its partial result back) in keys and values moved. Unless
+    queries and keys are `one_sequence`, the queries of the slices are the tokens to cut, and `keys` says how the keys
+    are cut, if that is known.
 
     >>> work = Workload(masks.causal().slices(10), seq_len=10, chunk=1)
     >>> Zigzag().assign(work, ranks=2).pieces
@@ -122,6 +124,8 @@ class Workload:
     seq_len: int
     chunk: int
     query_cost: float = 1.0
+    one_sequence: bool = True
+    keys: Ownership | None = None
 
 
 class Layout(abc.ABC):

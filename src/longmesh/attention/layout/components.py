@@ -9,10 +9,12 @@ import numpy as np
 from longmesh.attention.mask.slices import K0, K1, Q0, Q1
 
 
-def components(slices: np.ndarray, seq_len: int) -> np.ndarray:
-    """Rows (start, stop), in order, that cover the sequence; each slice lies within one of them."""
-    start = np.minimum(slices[:, Q0], slices[:, K0])
-    stop = np.maximum(slices[:, Q1], slices[:, K1])
+def components(slices: np.ndarray, seq_len: int, one_sequence: bool = True) -> np.ndarray:
+    """Rows (start, stop), in order, that cover the sequence; each slice lies within one of them: its queries alone,
+    if the keys are other tokens."""
+    start, stop = slices[:, Q0], slices[:, Q1]
+    if one_sequence:
+        start, stop = np.minimum(start, slices[:, K0]), np.maximum(stop, slices[:, K1])
     order = np.argsort(start, kind="stable")
     start, reach = start[order], np.maximum.accumulate(stop[order])
     first = np.ones(len(start), dtype=bool)

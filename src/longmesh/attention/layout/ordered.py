@@ -29,4 +29,4 @@ class Ordered(Layout):
     follows_mask = True
 
     def assign(self, work: Workload, ranks: int) -> Ownership:
-        return rebalance(work.slices, Contiguous().assign(work, ranks), work.query_cost)
+        return rebalance(work.slices, Contiguous().assign(work, ranks), work.query_cost, work.keys)

@@ -27,7 +27,7 @@ class PerDocument(Layout):
     def assign(self, work: Workload, ranks: int) -> Ownership:
         owned: list[tuple[int, int, int]] = []
         first = 0
-        for start, stop in components(work.slices, work.seq_len).tolist():
+        for start, stop in components(work.slices, work.seq_len, work.one_sequence).tolist():
             owned += zigzag_parts(start, stop, ranks, first)
             first = (first + stop - start) % ranks
         return collect(work.seq_len, ranks, owned)

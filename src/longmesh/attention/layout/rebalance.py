@@ -75,10 +75,11 @@ class Loads:
         self.load[to] += taken
 
 
-def rebalance(slices: Array, owned: Ownership, query_cost: float) -> Ownership:
-    """The same ownership with rectangles moved until the ranks are even, or no move helps."""
+def rebalance(slices: Array, owned: Ownership, query_cost: float, keys: Ownership | None = None) -> Ownership:
+    """The same ownership with rectangles moved until the ranks are even, or no move helps. `keys`: who owns the keys,
+    if they are other tokens."""
     loads = Loads(slices, owned)
-    load, table = loads.load, owned.table
+    load, table = loads.load, (keys or owned).table
     mean = int(load.sum()) // owned.num_ranks
     moved: list[tuple[int, int, int, int, int]] = []
     for _ in range(ROUNDS_PER_RANK * owned.num_ranks):

@@ -5,8 +5,8 @@
     compare      of the cuts that came out even, the one that receives least  traffic.py
 
 Spread suits masks of many stretches when a query is as cheap to move as a key, fill when it is dear (few
-key heads), and contiguous a window or one long sequence. Integers, stable sorts and exact areas: the
-same cut on every rank and in every run.
+key heads), and contiguous a window or one long sequence, or queries whose keys are other tokens. Integers, stable
+sorts and exact areas: the same cut on every rank and in every run.
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ class Solve(Layout):
     follows_mask = True
 
     def assign(self, work: Workload, ranks: int) -> Ownership:
-        first = fill_ranks(work, ranks) if work.query_cost >= DEAR_QUERY else spread(work, ranks)
-        cuts = [first]
-        if (plain := Contiguous().assign(work, ranks)) != first:
-            cuts.append(plain)
-        cuts = [rebalance(work.slices, cut, work.query_cost) for cut in cuts]
+        cuts = [Contiguous().assign(work, ranks)]
+        if work.one_sequence:
+            first = fill_ranks(work, ranks) if work.query_cost >= DEAR_QUERY else spread(work, ranks)
+            cuts = [first] if first == cuts[0] else [first, *cuts]
+        cuts = [rebalance(work.slices, cut, work.query_cost, work.keys) for cut in cuts]
 
         def rating(cut: Ownership) -> tuple[float, float]:
-            busiest, received = busiest_and_received(work.slices, cut, work.query_cost)
+            busiest, received = busiest_and_received(work.slices, cut, work.query_cost, work.keys)
             return max(busiest, EVEN), received
 
         return min(cuts, key=rating)

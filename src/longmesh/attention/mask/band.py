@@ -34,6 +34,11 @@ class Band(Mask):
     def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
         return make_slices((0, seq_len, 0, seq_len, self.lo, self.hi))
 
+    def slices_between(
+        self, start: int, stop: int, kv_len: int, *, row: int = 0, num_heads: int = 1
+    ) -> np.ndarray:
+        return make_slices((start, stop, 0, kv_len, self.lo, self.hi))
+
     def visible(self, b, h, q_idx, kv_idx):
         distance = kv_idx - q_idx
         return (distance >= self.lo) & (distance <= self.hi)

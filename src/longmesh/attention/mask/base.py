@@ -10,11 +10,12 @@ mask are disjoint, elementwise ones included.
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from longmesh.attention.mask.slices import intersect, union
+from longmesh.attention.mask.block import UNBOUNDED
+from longmesh.attention.mask.slices import clip, intersect, union
 from longmesh.errors import LongmeshError
 
 
@@ -34,10 +35,27 @@ class Mask(abc.ABC):
     def visible(self, b, h, q_idx, kv_idx) -> Any:
         """FlexAttention's `mask_mod`: tensors of indices that broadcast, to a boolean tensor."""
 
+    def slices_between(
+        self, start: int, stop: int, kv_len: int, *, row: int = 0, num_heads: int = 1
+    ) -> np.ndarray:
+        """The visible pairs of queries at positions [start, stop) and keys [0, kv_len): disjoint slices of positions.
+
+        Queries may stand before the first key or behind the last one. Unless a mask knows better, they are rows of the
+        mask over all these positions, and one before the first key sees nothing.
+        """
+        whole = self.slices(max(stop, kv_len), row=row, num_heads=num_heads)
+        return clip(whole, (start, stop), (0, kv_len))
+
     @property
     def num_rows(self) -> int:
         """1, or the batch rows that each have slices of their own."""
         return 1
+
+    @property
+    def numbers_queries(self) -> Literal["", "all", "both"]:
+        """ "all" if the mask numbers queries from 0 whatever the keys, "" if it speaks of where they stand among the
+        keys, "both" if one part of it does this and another that."""
+        return ""
 
     def band(self) -> tuple[int, int] | None:
         """`(lo, hi)` if the mask is one diagonal band whatever the length, else None."""
@@ -92,9 +110,25 @@ class Pair(Mask):
     def num_rows(self) -> int:
         return _joint_rows(self.left, self.right)
 
+    @property
+    def numbers_queries(self) -> Literal["", "all", "both"]:
+        left, right = self.left.numbers_queries, self.right.numbers_queries
+        if left == right:
+            return left
+        if self.left.band() == (-UNBOUNDED, UNBOUNDED):  # what shows everything has no say
+            return right
+        return left if self.right.band() == (-UNBOUNDED, UNBOUNDED) else "both"
+
     def both_slices(self, seq_len: int, row: int, num_heads: int) -> list[np.ndarray]:
         sides = (self.left, self.right)
         return [side.slices(seq_len, row=row % side.num_rows, num_heads=num_heads) for side in sides]
+
+    def both_between(self, start: int, stop: int, kv_len: int, row: int, num_heads: int) -> list[np.ndarray]:
+        sides = (self.left, self.right)
+        return [
+            side.slices_between(start, stop, kv_len, row=row % side.num_rows, num_heads=num_heads)
+            for side in sides
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +141,11 @@ class Both(Pair):
 
     def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
         return intersect(*self.both_slices(seq_len, row, num_heads))
+
+    def slices_between(
+        self, start: int, stop: int, kv_len: int, *, row: int = 0, num_heads: int = 1
+    ) -> np.ndarray:
+        return intersect(*self.both_between(start, stop, kv_len, row, num_heads))
 
     def visible(self, b, h, q_idx, kv_idx) -> Any:
         return self.left.visible(b, h, q_idx, kv_idx) & self.right.visible(b, h, q_idx, kv_idx)
@@ -121,6 +160,11 @@ class Either(Pair):
 
     def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
         return union(*self.both_slices(seq_len, row, num_heads))
+
+    def slices_between(
+        self, start: int, stop: int, kv_len: int, *, row: int = 0, num_heads: int = 1
+    ) -> np.ndarray:
+        return union(*self.both_between(start, stop, kv_len, row, num_heads))
 
     def visible(self, b, h, q_idx, kv_idx) -> Any:
         return self.left.visible(b, h, q_idx, kv_idx) | self.right.visible(b, h, q_idx, kv_idx)

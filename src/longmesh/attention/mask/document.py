@@ -16,6 +16,7 @@ import torch
 
 from longmesh.attention.mask.band import causal
 from longmesh.attention.mask.base import Mask
+from longmesh.attention.mask.paired_documents import PairedDocuments
 from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, shift, tighten
 from longmesh.attention.mask.whole_number import whole_number
 from longmesh.errors import LongmeshError
@@ -54,7 +55,8 @@ class Documents(Mask):
 
         q_doc, kv_doc = document(q_idx), document(kv_idx)
         inside = self.within.visible(b, h, q_idx - first[rows, q_doc], kv_idx - first[rows, q_doc])
-        return (q_doc == kv_doc) & inside
+        # A query may stand before the first key; it is in no document.
+        return (q_doc == kv_doc) & (q_idx >= 0) & inside
 
     def __str__(self) -> str:
         rows = self.lengths if self.num_rows > 1 else self.lengths[:1]
@@ -88,8 +90,16 @@ def _pack(lengths: np.ndarray, within: Mask, num_heads: int) -> np.ndarray:
     return out[np.lexsort((out[:, K0], out[:, Q0]))]
 
 
-def documents(lengths: Sequence[int] | Sequence[Sequence[int]], within: Mask | None = None) -> Mask:
+def documents(
+    lengths: Sequence[int] | Sequence[Sequence[int]],
+    within: Mask | None = None,
+    *,
+    kv_lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
+) -> Mask:
     """Packed documents of these lengths (a list for each batch row, or one for all of them).
+
+    Where keys are other tokens than queries, `kv_lengths` are the documents of the keys: document n of the queries sees
+    document n of the keys.
 
     >>> i, j = torch.arange(4)[:, None], torch.arange(4)
     >>> masks.documents([3, 1]).visible(0, 0, i, j).long()
@@ -99,14 +109,25 @@ def documents(lengths: Sequence[int] | Sequence[Sequence[int]], within: Mask | N
             [0, 0, 0, 1]])
     >>> masks.documents([[3, 1], [2, 2]]).num_rows  # a list for each row of the batch
     2
+    >>> i, j = torch.arange(2)[:, None], torch.arange(4)
+    >>> masks.documents([1, 1], kv_lengths=[3, 1]).visible(0, 0, i, j).long()
+    tensor([[1, 1, 1, 0],
+            [0, 0, 0, 1]])
     """
+    if kv_lengths is not None:
+        return PairedDocuments(_clean(lengths), _clean(kv_lengths), _inside("documents", within))
+    return Documents(_clean(lengths), _inside("documents", within))
+
+
+def _clean(lengths: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The documents of each batch row, as whole numbers."""
     listed = [x.tolist() if isinstance(x, np.ndarray | torch.Tensor) else x for x in lengths]
     rows = listed if listed and isinstance(listed[0], list | tuple) else [listed]
     clean = tuple(tuple(whole_number("a document's length", n) for n in row) for row in rows)  # type: ignore[union-attr]
     for row in clean:
         if min(row, default=0) < 0:
             raise LongmeshError(f"documents(): a length is {min(row)}; lengths must be 0 or more")
-    return Documents(clean, _inside("documents", within))
+    return clean
 
 
 def _inside(what: str, within: Mask | None) -> Mask:

@@ -13,12 +13,13 @@ or empty only if it is so for every head.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import torch
 
 from longmesh.attention.mask.base import Mask
-from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, UNBOUNDED
+from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, UNBOUNDED, make_slices
 from longmesh.attention.mask.whole_number import whole_number
 from longmesh.attention.mods.captured import captured_state
 from longmesh.attention.mods.pairwise import apply_mask_mod
@@ -42,10 +43,22 @@ class MaskMod(Mask):
         return self.rows
 
     def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
-        step = self.block * max(1, _PAIRS_AT_ONCE // (self.block * seq_len * num_heads))
-        strips = [(q, min(q + step, seq_len)) for q in range(0, seq_len, step)]
-        kinds = [_classify(self, strip, seq_len, row, num_heads) for strip in strips]
-        return slices_of_blocks(np.concatenate(kinds), self.block, self.block, seq_len)
+        return self.slices_between(0, seq_len, seq_len, row=row, num_heads=num_heads)
+
+    def slices_between(
+        self, start: int, stop: int, kv_len: int, *, row: int = 0, num_heads: int = 1
+    ) -> np.ndarray:
+        if start < 0:
+            raise LongmeshError(
+                f"{self}: of {stop - start} queries the first would stand at position {start}, before the {kv_len} "
+                "keys; give q_offset=0 if the function numbers queries from 0"
+            )
+        if stop <= start or kv_len == 0:
+            return make_slices()
+        step = self.block * max(1, _PAIRS_AT_ONCE // (self.block * kv_len * num_heads))
+        strips = [(q, min(q + step, stop)) for q in range(start, stop, step)]
+        kinds = [_classify(self, strip, kv_len, row, num_heads) for strip in strips]
+        return slices_of_blocks(np.concatenate(kinds), self.block, self.block, (start, stop), kv_len)
 
     def current(self) -> Mask:
         state = captured_state(self.fn)
@@ -58,16 +71,16 @@ class MaskMod(Mask):
         return f"mask_mod({getattr(self.fn, '__name__', self.fn)})"
 
 
-def _classify(mask: MaskMod, strip: tuple[int, int], seq_len: int, row: int, num_heads: int) -> np.ndarray:
+def _classify(mask: MaskMod, strip: tuple[int, int], kv_len: int, row: int, num_heads: int) -> np.ndarray:
     """Empty, partial or full for each block of a strip of queries that begins with a block: (blocks, blocks)."""
-    at = (torch.tensor([row]), torch.arange(num_heads), torch.arange(*strip), torch.arange(seq_len))
+    at = (torch.tensor([row]), torch.arange(num_heads), torch.arange(*strip), torch.arange(kv_len))
     try:
         seen_BHLM = apply_mask_mod(mask.fn, at)
     except ValueError as error:  # vmap's, of a result that is no tensor
         raise LongmeshError(f"{mask}: a mask_mod returns a boolean tensor; {error}") from error
     if seen_BHLM.dtype != torch.bool:
         raise LongmeshError(f"{mask} returned {seen_BHLM.dtype}; a mask_mod returns a boolean tensor")
-    rows, keys = np.arange(0, strip[1] - strip[0], mask.block), np.arange(0, seq_len, mask.block)
+    rows, keys = np.arange(0, strip[1] - strip[0], mask.block), np.arange(0, kv_len, mask.block)
     seen_XLM = seen_BHLM.flatten(0, 1)
     some = np.logical_or.reduceat(seen_XLM.any(dim=0).numpy(), keys, axis=1)
     every = np.logical_and.reduceat(seen_XLM.all(dim=0).numpy(), keys, axis=1)
@@ -75,7 +88,9 @@ def _classify(mask: MaskMod, strip: tuple[int, int], seq_len: int, row: int, num
     return some.astype(np.int8) + every.astype(np.int8)
 
 
-def slices_of_blocks(kinds: np.ndarray, q_block: int, k_block: int, seq_len: int) -> np.ndarray:
+def slices_of_blocks(
+    kinds: np.ndarray, q_block: int, k_block: int, queries: tuple[int, int], kv_len: int
+) -> np.ndarray:
     """Slices of a table of block kinds; neighbours of one kind in a strip are one slice."""
     padded = np.pad(kinds, ((0, 0), (1, 1)))
     strip, edge = np.nonzero(padded[:, 1:] != padded[:, :-1])
@@ -83,10 +98,10 @@ def slices_of_blocks(kinds: np.ndarray, q_block: int, k_block: int, seq_len: int
     stop = np.append(edge[1:], 0)
     keep = kind != _EMPTY
     out = np.zeros((int(keep.sum()), COLUMNS), dtype=np.int64)
-    out[:, Q0] = strip[keep] * q_block
-    out[:, Q1] = np.minimum(out[:, Q0] + q_block, seq_len)
+    out[:, Q0] = queries[0] + strip[keep] * q_block
+    out[:, Q1] = np.minimum(out[:, Q0] + q_block, queries[1])
     out[:, K0] = edge[keep] * k_block
-    out[:, K1] = np.minimum(stop[keep] * k_block, seq_len)
+    out[:, K1] = np.minimum(stop[keep] * k_block, kv_len)
     out[:, LO], out[:, HI] = -UNBOUNDED, UNBOUNDED
     out[:, EW] = kind[keep] == _PARTIAL
     return out
@@ -127,15 +142,25 @@ class BlockTable(Mask):
     def num_rows(self) -> int:
         return len(self.kinds)
 
+    @property
+    def numbers_queries(self) -> Literal["all"]:
+        return "all"
+
     def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
-        if self.seq_lens != (seq_len, seq_len):
+        return self.slices_between(0, seq_len, seq_len, row=row, num_heads=num_heads)
+
+    def slices_between(
+        self, start: int, stop: int, kv_len: int, *, row: int = 0, num_heads: int = 1
+    ) -> np.ndarray:
+        if (start, self.seq_lens) != (0, (stop, kv_len)):
+            given = f"{stop} tokens" if stop == kv_len else f"{stop - start} queries and {kv_len} keys"
             raise LongmeshError(
                 f"the BlockMask is for {self.seq_lens[0]} queries and {self.seq_lens[1]} keys, "
-                f"the sequence has {seq_len} tokens; "
-                f"make it with create_block_mask(..., Q_LEN={seq_len}, KV_LEN={seq_len})"
+                f"the sequence has {given}; "
+                f"make it with create_block_mask(..., Q_LEN={stop - start}, KV_LEN={kv_len})"
             )
         kinds = np.frombuffer(self.kinds[row], dtype=np.int8).reshape(self.shape)
-        return slices_of_blocks(kinds, self.q_block, self.k_block, seq_len)
+        return slices_of_blocks(kinds, self.q_block, self.k_block, (start, stop), kv_len)
 
     def visible(self, b, h, q_idx, kv_idx):
         return self.fn(b, h, q_idx, kv_idx)

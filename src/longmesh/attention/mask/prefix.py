@@ -24,13 +24,22 @@ class PrefixLM(Mask):
     prefix: int
 
     def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
-        n = self.prefix
-        if n > seq_len:
-            raise LongmeshError(
-                f"prefix_lm({n}) is longer than the sequence of {seq_len} tokens; "
-                f"use full(), or a prefix of at most {seq_len}"
-            )
+        n = self._checked(seq_len)
         return make_slices((0, seq_len, 0, n), (n, seq_len, n, seq_len, -UNBOUNDED, 0))
+
+    def slices_between(
+        self, start: int, stop: int, kv_len: int, *, row: int = 0, num_heads: int = 1
+    ) -> np.ndarray:
+        n = self._checked(kv_len)
+        return make_slices((start, stop, 0, n), (start, stop, n, kv_len, -UNBOUNDED, 0))
+
+    def _checked(self, kv_len: int) -> int:
+        if self.prefix > kv_len:
+            raise LongmeshError(
+                f"prefix_lm({self.prefix}) is longer than the sequence of {kv_len} tokens; "
+                f"use full(), or a prefix of at most {kv_len}"
+            )
+        return self.prefix
 
     def visible(self, b, h, q_idx, kv_idx):
         return (kv_idx < self.prefix) | (kv_idx <= q_idx)

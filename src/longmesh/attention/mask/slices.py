@@ -45,6 +45,15 @@ def tighten(slices: Array) -> Array:
     return out if keep.all() else out[keep]
 
 
+def clip(slices: Array, queries: tuple[int, int], keys: tuple[int, int]) -> Array:
+    """The pairs of queries and keys in these ranges."""
+    out = slices.copy()
+    for (low, high), (first, last) in ((queries, (Q0, Q1)), (keys, (K0, K1))):
+        out[:, first] = np.maximum(out[:, first], low)
+        out[:, last] = np.minimum(out[:, last], high)
+    return tighten(out)
+
+
 def area(slices: Array) -> Array:
     """The number of pairs of each slice; of an elementwise slice, the pairs that are looked at.
 
@@ -200,14 +209,14 @@ def keys_per_query(slices: Array, seq_len: int) -> Array:
     return np.cumsum(constant)[:seq_len] + np.cumsum(slope)[:seq_len] * position
 
 
-def stride_slices(slices: Array, stride: int, seq_len: int) -> Array:
+def stride_slices(slices: Array, stride: int, seq_len: int, kv_len: int | None = None) -> Array:
     """Slices in the coordinates of a striped sequence, where token t of residue r = t % stride is
-    number t // stride of stripe r, and the stripes follow each other.
+    number t // stride of stripe r, and the stripes follow each other; keys are striped as queries are.
 
     A band stays a band: lo <= j - i <= hi, seen by two residues, is a band of their numbers.
     """
-    count = (seq_len - np.arange(stride) + stride - 1) // stride
-    base = np.cumsum(count) - count
+    lengths = seq_len, seq_len if kv_len is None else kv_len
+    q_count, k_count = ((n - np.arange(stride) + stride - 1) // stride for n in lengths)
     s = np.repeat(slices, stride * stride, axis=0)
     q_res = np.tile(np.repeat(np.arange(stride), stride), len(slices))
     k_res = np.tile(np.tile(np.arange(stride), stride), len(slices))
@@ -217,13 +226,18 @@ def stride_slices(slices: Array, stride: int, seq_len: int) -> Array:
     turn = q_res - k_res
     out[:, LO] = np.where(s[:, LO] == -UNBOUNDED, -UNBOUNDED, -((-s[:, LO] - turn) // stride))
     out[:, HI] = np.where(s[:, HI] == UNBOUNDED, UNBOUNDED, (s[:, HI] + turn) // stride)
-    out = np.concatenate([out, np.stack([base[q_res], base[k_res]], axis=1)], axis=1)
+    out = np.concatenate([out, np.stack([_before(q_count)[q_res], _before(k_count)[k_res]], axis=1)], axis=1)
     q_base, k_base = out[:, 7], out[:, 8]
     out[:, Q0] += q_base
     out[:, Q1] += q_base
     out[:, K0] += k_base
     out[:, K1] += k_base
     return tighten(shift_band(out[:, :COLUMNS], k_base - q_base))
+
+
+def _before(count: Array) -> Array:
+    """The sum of the counts before each."""
+    return np.cumsum(count) - count
 
 
 def shift_band(slices: Array, by: Array) -> Array:

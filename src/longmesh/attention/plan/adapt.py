@@ -5,48 +5,33 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from longmesh.attention.mask.slices import stride_slices
-from longmesh.attention.plan.api import head_shares, plan_attention
+from longmesh.attention.plan.api import head_shares, make_row, plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
-from longmesh.attention.plan.schedule import make_schedule
+from longmesh.attention.plan.cut import Asked, Cuts, slices_in
+from longmesh.attention.plan.head_sizes import HeadSizes
 
 
-def adapt_plan(
-    plan: AttentionPlan, num_heads: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, request: dict[str, Any]
-) -> AttentionPlan:  # fmt: skip
+def adapt_plan(plan: AttentionPlan, heads: HeadSizes, request: dict[str, Any]) -> AttentionPlan:
     """The best plan for these heads if it cuts the sequence as `plan` does; else `plan`'s cut and exchange.
 
     `request`: the arguments that `plan` was made with.
     """
-    if (num_heads, num_kv_heads, head_dim, dtype_bytes) == _heads(plan):
+    if heads == plan.heads:
         return plan
-    heads = {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "dtype_bytes": dtype_bytes,
-    }
-    again: dict[str, Any] = request | heads | {"layout": plan.layout}
+    again: dict[str, Any] = request | heads._asdict() | {"layout": plan.layout, "kv_layout": plan.kv_layout}
     fresh = plan_attention(**again)
     pairs = zip(plan.rows, fresh.rows, strict=True)
     if all(_cut(old) == _cut(new) for old, new in pairs):
         return fresh
-    counts = num_heads, num_kv_heads, head_dim * dtype_bytes
-    shares = head_shares(plan.exchange, plan.inner, plan.outer, plan.seq_len, *counts)
+    shares = head_shares(plan.exchange, plan.inner, plan.outer, plan.axes, heads)
     rows: list[RowPlan] = []
     for number, row in enumerate(plan.rows):
-        grouped = row.schedule.ownership
-        slices = plan.mask.slices(plan.seq_len, row=number, num_heads=num_heads)
-        if grouped.stride != 1:
-            slices = stride_slices(slices, grouped.stride, plan.seq_len)
-        schedule = make_schedule(slices, grouped, plan.exchange)
-        rows.append(RowPlan(row.ownership, schedule, row.inner, shares))
-    return dataclasses.replace(plan, rows=tuple(rows), passed_over=(), **heads)
+        grouped = row.schedule.ownership, row.schedule.kv_ownership
+        cuts = Cuts(row.ownership, grouped[0], row.kv_ownership, grouped[1])
+        asked = Asked(plan.mask, plan.axes, number, heads.num_heads, 1, heads.query_cost)
+        rows.append(make_row(cuts, slices_in(cuts, asked), plan.exchange, row.inner, shares))
+    return dataclasses.replace(plan, rows=tuple(rows), passed_over=(), heads=heads)
 
 
 def _cut(row: RowPlan) -> tuple:
-    return row.ownership.pieces, row.ownership.stride
-
-
-def _heads(plan: AttentionPlan) -> tuple[int, int, int, int]:
-    return plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype_bytes
+    return tuple((owned.pieces, owned.stride) for owned in (row.ownership, row.kv_ownership))

@@ -14,16 +14,20 @@ from longmesh.attention.exchange.ring import Ring
 from longmesh.attention.exchange.sparse import Sparse
 from longmesh.attention.exchange.ulysses import HeadShare, Ulysses, count_groups, share_heads
 from longmesh.attention.layout.auto import Auto
-from longmesh.attention.layout.base import Layout, Ownership, Workload, collect, even_bounds
+from longmesh.attention.layout.base import Layout
 from longmesh.attention.layout.contiguous import Contiguous
+from longmesh.attention.layout.given import Given
 from longmesh.attention.layout.named import layout_of
+from longmesh.attention.layout.round_robin import RoundRobin
 from longmesh.attention.layout.solve import Solve
 from longmesh.attention.layout.zigzag import Zigzag
+from longmesh.attention.mask.axes import Axes, axes_of
 from longmesh.attention.mask.band import causal
 from longmesh.attention.mask.base import Mask
-from longmesh.attention.mask.slices import stride_slices
 from longmesh.attention.mask.whole_number import whole_number
 from longmesh.attention.plan.attention_plan import AttentionPlan, PassedOver, RowPlan
+from longmesh.attention.plan.cut import Asked, Cuts, cut_both, slices_in
+from longmesh.attention.plan.head_sizes import HeadSizes
 from longmesh.attention.plan.schedule import make_schedule
 from longmesh.errors import LongmeshError
 from longmesh.plan.cluster import Cluster
@@ -36,17 +40,25 @@ def plan_attention(
     *,
     seq_len: int,
     ranks: int | Sequence[int],
+    kv_len: int | None = None,
+    q_offset: int | None = None,
     mask: Mask | None = None,
     layout: Layout | str = "auto",
+    kv_layout: Layout | str | None = None,
     exchange: Exchange | str = "auto",
     chunk: int = 512,
     num_heads: int = 8,
     num_kv_heads: int | None = None,
     head_dim: int = 64,
+    v_head_dim: int | None = None,
+    v_in_k: bool = False,
     dtype_bytes: int = 4,
     cluster: Cluster | str | None = None,
 ) -> AttentionPlan:
     """Decide who owns, computes and sends what, for every rank.
+
+    Where keys are other tokens than queries there are `kv_len` of them, cut by `kv_layout`. The mask speaks of
+    positions among the keys: the first query stands at `q_offset`; unless that is given, the last one at the last key.
 
     `ranks` is a number, or (inner, outer): groups of `inner` ranks that split heads, `outer` of them.
     `cluster` is the machine that `auto` chooses for: a `Cluster`, or the name of one. The same arguments give the same
@@ -57,23 +69,22 @@ def plan_attention(
     Solve Ulysses [2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048]
     """
     inner, outer = _mesh(ranks)
+    seen = causal() if mask is None else checked_mask(mask).current()
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    counts = {
-        "seq_len": seq_len,
-        "chunk": chunk,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "dtype_bytes": dtype_bytes,
-    }
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    sizes = _checked_heads(num_heads, num_kv_heads, head_dim, v_head_dim, dtype_bytes, v_in_k)
+    axes = _checked_axes(seen, seq_len, kv_len, q_offset)
     request = Request(
+        axes=axes,
         inner=inner,
         outer=outer,
-        mask=causal() if mask is None else checked_mask(mask).current(),
+        mask=seen,
         layout=layout_of(layout),
+        kv_layout=None if kv_layout is None else layout_of(kv_layout),
         exchange=exchange_of(exchange),
+        chunk=_at_least("chunk", chunk, 1),
+        heads=sizes,
         cluster=cluster_of(cluster),
-        **_checked_counts(counts),
     )
     return _choose(request)
 
@@ -82,18 +93,31 @@ def plan_attention(
 class Request:
     """The arguments of a plan, checked: the key of the cache."""
 
-    seq_len: int
+    axes: Axes
     inner: int
     outer: int
     mask: Mask
     layout: Layout
+    kv_layout: Layout | None
     exchange: Exchange
     chunk: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int
+    heads: HeadSizes
     cluster: Cluster
+
+    @property
+    def is_one_sequence(self) -> bool:
+        """Whether keys are the tokens that queries are, and lie where they do."""
+        return self.axes.is_one_sequence and self.kv_layout is None
+
+    @property
+    def key_layout(self) -> Layout | None:
+        """How keys are cut by themselves: as queries are, where that takes no look at the mask."""
+        if self.is_one_sequence:
+            return None
+        if self.kv_layout is not None and not isinstance(self.kv_layout, Auto):
+            return self.kv_layout
+        own = self.layout
+        return Contiguous() if own.follows_mask or isinstance(own, Given) else own
 
 
 def _mesh(ranks: int | Sequence[int]) -> tuple[int, int]:
@@ -121,17 +145,38 @@ def checked_mask(mask: object) -> Mask:
     return mask
 
 
-def _checked_counts(counts: dict[str, int]) -> dict[str, int]:
-    counts = {name: whole_number(name, value) for name, value in counts.items()}
-    for name, value in counts.items():
-        if value < 1 and "heads" not in name:
-            raise LongmeshError(f"{name}={value}: must be at least 1")
-    heads, kv_heads = counts["num_heads"], counts["num_kv_heads"]
+def _at_least(name: str, value: int, least: int) -> int:
+    value = whole_number(name, value)
+    if value < least:
+        raise LongmeshError(f"{name}={value}: must be at least {least}")
+    return value
+
+
+def _checked_axes(mask: Mask, seq_len: int, kv_len: int | None, q_offset: int | None) -> Axes:
+    """The lengths, if they can be: a sequence that attends to itself has a token at least."""
+    seq_len = _at_least("seq_len", seq_len, 1 if kv_len is None else 0)
+    kv_len = None if kv_len is None else _at_least("kv_len", kv_len, 0)
+    q_offset = None if q_offset is None else whole_number("q_offset", q_offset)
+    return axes_of(mask, seq_len, kv_len, q_offset)
+
+
+def _checked_heads(
+    num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype_bytes: int, v_in_k: bool
+) -> HeadSizes:
+    heads, kv_heads = whole_number("num_heads", num_heads), whole_number("num_kv_heads", num_kv_heads)
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise LongmeshError(
             f"{kv_heads} key heads do not divide {heads} query heads; each key head serves the same number"
         )
-    return counts
+    head_dim, v_head_dim = _at_least("head_dim", head_dim, 1), _at_least("v_head_dim", v_head_dim, 0)
+    if v_in_k and v_head_dim > head_dim:
+        raise LongmeshError(
+            f"v_in_k: values of {v_head_dim} features cannot be the first ones of keys of {head_dim}; give "
+            f"v_head_dim= of at most {head_dim}"
+        )
+    return HeadSizes(
+        heads, kv_heads, head_dim, v_head_dim, _at_least("dtype_bytes", dtype_bytes, 1), bool(v_in_k)
+    )
 
 
 def _groups(exchange: Exchange, inner: int, outer: int) -> tuple[int, int]:
@@ -149,32 +194,14 @@ def _groups(exchange: Exchange, inner: int, outer: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _slices(mask: Mask, seq_len: int, row: int, num_heads: int) -> np.ndarray:
-    out = mask.slices(seq_len, row=row, num_heads=num_heads)
-    out.flags.writeable = False
-    return out
-
-
-@functools.lru_cache(maxsize=256)
-def _workload(mask: Mask, seq_len: int, row: int, num_heads: int, chunk: int, query_cost: float) -> Workload:
-    return Workload(_slices(mask, seq_len, row, num_heads), seq_len, chunk, query_cost)
-
-
-@functools.lru_cache(maxsize=256)
-def _assign(layout: Layout, work: Workload, ranks: int) -> Ownership:
-    """The cut, once for all exchanges that are tried with it."""
-    return layout.assign(work, ranks)
-
-
-@functools.lru_cache(maxsize=256)
 def _choose(request: Request) -> AttentionPlan:
     """The plan of the request, with `auto` replaced by the cheapest choice; the first wins a tie."""
     layouts, exchanges = [request.layout], [request.exchange]
     if isinstance(request.layout, Auto):
-        layouts = [Contiguous(), Zigzag(), Solve()]
+        layouts = [Contiguous(), Zigzag(), Solve() if request.is_one_sequence else RoundRobin()]
     if isinstance(request.exchange, AutoExchange):
         exchanges = [Hybrid()] if request.inner > 1 else [Sparse(), Ring(), Ulysses()]
-        if request.num_heads < request.inner * request.outer:
+        if request.heads.num_heads < request.inner * request.outer:
             exchanges = exchanges[:2]  # some ranks would have no head
     # The layout is chosen under the first exchange, then the exchange for that layout.
     first = _by_time([dataclasses.replace(request, layout=x, exchange=exchanges[0]) for x in layouts])
@@ -198,88 +225,54 @@ def _by_time(requests: list[Request]) -> list[Request]:
 
 @functools.lru_cache(maxsize=256)
 def _plan(request: Request) -> AttentionPlan:
-    exchange, seq_len = request.exchange, request.seq_len
+    exchange, heads = request.exchange, request.heads
     inner, outer = _groups(exchange, request.inner, request.outer)
-    heads = request.num_heads, request.num_kv_heads
-    shares = head_shares(exchange, inner, outer, seq_len, *heads, request.head_dim * request.dtype_bytes)
+    layouts = request.layout, request.key_layout
+    shares = head_shares(exchange, inner, outer, request.axes, heads)
     rows: list[RowPlan] = []
     for row in range(request.mask.num_rows):
-        work = _workload(request.mask, seq_len, row, heads[0], request.chunk, query_cost(request))
-        owned, grouped = own_tokens(request.layout, work, inner, outer)
-        slices = work.slices if grouped.stride == 1 else stride_slices(work.slices, grouped.stride, seq_len)
-        rows.append(RowPlan(owned, make_schedule(slices, grouped, exchange), inner, shares))
+        asked = Asked(request.mask, request.axes, row, heads.num_heads, request.chunk, heads.query_cost)
+        cuts = cut_both(*layouts, asked, inner, outer)
+        rows.append(make_row(cuts, slices_in(cuts, asked), exchange, inner, shares))
     _check_rows(rows, request.layout)
     return AttentionPlan(
-        seq_len=seq_len,
+        axes=request.axes,
         inner=inner,
         outer=outer,
         mask=request.mask,
         layout=request.layout,
+        kv_layout=request.key_layout,
         exchange=exchange,
-        num_heads=request.num_heads,
-        num_kv_heads=request.num_kv_heads,
-        head_dim=request.head_dim,
-        dtype_bytes=request.dtype_bytes,
+        heads=heads,
         cluster=request.cluster,
         rows=tuple(rows),
     )
 
 
+def make_row(
+    cuts: Cuts, slices: np.ndarray, exchange: Exchange, inner: int, shares: tuple[HeadShare, ...] | None
+) -> RowPlan:
+    """The plan of one batch row from how it is cut, and slices in the coordinates of that."""
+    schedule = make_schedule(slices, cuts.grouped, exchange, cuts.kv_grouped)
+    return RowPlan(cuts.owned, schedule, inner, shares, cuts.kv_owned)
+
+
 def head_shares(
-    exchange: Exchange, inner: int, outer: int, seq_len: int, num_heads: int, num_kv_heads: int, element_bytes: int
-) -> tuple[HeadShare, ...] | None:  # fmt: skip
-    """Each rank's heads in a group that splits them, if the exchange does; `element_bytes`: a token of one head."""
+    exchange: Exchange, inner: int, outer: int, axes: Axes, heads: HeadSizes
+) -> tuple[HeadShare, ...] | None:
+    """Each rank's heads in a group that splits them, if the exchange does."""
     if not exchange.splits_heads:
         return None
+    counts = heads.num_heads, heads.num_kv_heads
     if inner == 1:
-        return share_heads(num_heads, num_kv_heads, 1)
-    head_bytes = seq_len // outer * element_bytes
-    groups = exchange.groups or count_groups(num_heads, num_kv_heads, inner, head_bytes, outer > 1)
-    return share_heads(num_heads, num_kv_heads, inner, groups)
-
-
-def query_cost(request: Request) -> float:
-    """Bytes to compute a query away from home, over the bytes of a key and its value."""
-    query = request.num_heads * (request.head_dim * request.dtype_bytes + (request.head_dim + 1) * 4)
-    return query / (2 * request.num_kv_heads * request.head_dim * request.dtype_bytes)
-
-
-def own_tokens(layout: Layout, work: Workload, inner: int, outer: int) -> tuple[Ownership, Ownership]:
-    """Who owns which tokens: rank by rank, and group by group as the exchange sees it."""
-    if inner == 1:
-        owned = _assign(layout, work, outer)
-        return owned, owned
-    if layout.follows_mask and outer > 1:  # balance the groups, then deal a group's tokens to its ranks
-        grouped = _assign(layout, work, outer)
-        return _subdivide(grouped, inner), grouped
-    owned = _assign(layout, work, inner * outer)
-    if outer == 1:
-        return owned, collect(work.seq_len, 1, [(0, work.seq_len, 0)])
-    return owned, _join_groups(owned, inner)
-
-
-def _join_groups(owned: Ownership, inner: int) -> Ownership:
-    spans = [(*span, rank // inner) for rank, pieces in enumerate(owned.pieces) for span in pieces]
-    return collect(owned.seq_len, owned.num_ranks // inner, spans, owned.stride)
-
-
-def _subdivide(grouped: Ownership, inner: int) -> Ownership:
-    """A group's tokens, in its order, dealt evenly to its ranks."""
-    owned: list[tuple[int, int, int]] = []
-    for group, pieces in enumerate(grouped.pieces):
-        bounds = even_bounds(grouped.counts[group], inner)
-        at = 0
-        for start, stop in pieces:
-            for member in range(inner):
-                low, high = max(at, bounds[member]), min(at + stop - start, bounds[member + 1])
-                if low < high:
-                    owned.append((start + low - at, start + high - at, group * inner + member))
-            at += stop - start
-    return collect(grouped.seq_len, grouped.num_ranks * inner, owned, grouped.stride)
+        return share_heads(*counts, 1)
+    head_bytes = max(axes.seq_len, axes.kv_len) // outer * heads.head_dim * heads.dtype_bytes
+    groups = exchange.groups or count_groups(*counts, inner, head_bytes, outer > 1)
+    return share_heads(*counts, inner, groups)
 
 
 def _check_rows(rows: list[RowPlan], layout: Layout) -> None:
-    counts = {row.ownership.counts for row in rows}
+    counts = {(row.ownership.counts, row.kv_ownership.counts) for row in rows}
     if len(counts) > 1:
         raise LongmeshError(
             f"layout {layout} gives a rank different numbers of tokens in different batch rows; a batch is "

@@ -30,10 +30,12 @@ from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.exchange.fragment import AT, OWNER, RANK, STAGE, START, STOP
 from longmesh.attention.exchange.ulysses import HeadShare
 from longmesh.attention.layout.base import Layout, Ownership
+from longmesh.attention.mask.axes import Axes
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.block import Block
 from longmesh.attention.mask.slices import COLUMNS, EW
 from longmesh.attention.plan import merge_tiles as tile
+from longmesh.attention.plan.head_sizes import HeadSizes
 from longmesh.attention.plan.intervals import spans
 from longmesh.attention.plan.pickled import PickledByFields
 from longmesh.attention.plan.schedule import Schedule
@@ -94,6 +96,7 @@ class RankPlan:
     rank: int
     group: int
     tokens: int
+    kv_tokens: int
     query_rows: int
     queries_in: tuple[Rows, ...]
     queries_out: tuple[Rows, ...]
@@ -104,7 +107,8 @@ class RankPlan:
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowPlan(PickledByFields):
     """The plan of one batch row: `ownership` cuts tokens over all ranks, `schedule` runs on groups of
-    `inner` ranks (one rank each, unless heads are split).
+    `inner` ranks (one rank each, unless heads are split). `kv_ownership` cuts the keys: the same object, unless they
+    are other tokens than the queries.
 
     >>> row = plan_attention(seq_len=8, ranks=2, layout="zigzag", exchange="ring").rows[0]
     >>> row.positions(0), row.positions(1)
@@ -115,20 +119,21 @@ class RowPlan(PickledByFields):
     schedule: Schedule
     inner: int
     shares: tuple[HeadShare, ...] | None
+    kv_ownership: Ownership
 
     def positions(self, rank: int) -> np.ndarray:
         """Global positions of the rank's tokens, in local order."""
         return self.ownership.positions(rank)
 
     def group_positions(self, rank: int) -> np.ndarray:
-        """Global positions of the rows of the group's query and own key buffer, remote queries included."""
+        """Global positions of the rows of the group's query buffer, remote queries included."""
         owned, group = self.schedule.ownership, rank // self.inner
         far = self.schedule.queries_of(group)
         return owned.token_of(np.concatenate([owned.coordinates(group), spans(far[:, AT], _sizes(far))]))
 
     def stage_positions(self, rank: int, stage: int) -> np.ndarray:
         """Global positions of the rows of a stage's key buffer."""
-        owned, group = self.schedule.ownership, rank // self.inner
+        owned, group = self.schedule.kv_ownership, rank // self.inner
         if self.schedule.is_local(stage):
             return owned.positions(group)
         f = self.schedule.received(group)
@@ -137,11 +142,11 @@ class RowPlan(PickledByFields):
 
     def group_rows(self, rank: int) -> np.ndarray:
         """For each of the rank's tokens, its row in the group's buffers."""
-        owned = self.schedule.ownership
-        place = np.empty(owned.seq_len, dtype=np.int64)
-        mine = owned.positions(rank // self.inner)
-        place[mine] = np.arange(len(mine))
-        return place[self.positions(rank)]
+        return _rows_in(self.ownership.positions(rank), self.schedule.ownership, rank // self.inner)
+
+    def kv_group_rows(self, rank: int) -> np.ndarray:
+        """For each of the rank's keys, its row in the group's buffers."""
+        return _rows_in(self.kv_ownership.positions(rank), self.schedule.kv_ownership, rank // self.inner)
 
     @functools.cache  # noqa: B019 (a plan lives as long as its cache entry)
     def rank(self, rank: int) -> RankPlan:
@@ -152,12 +157,21 @@ class RowPlan(PickledByFields):
             rank=rank,
             group=group,
             tokens=self.ownership.counts[rank],
+            kv_tokens=self.kv_ownership.counts[rank],
             query_rows=s.ownership.counts[group] + int(_sizes(far).sum()),
             queries_in=_rows(far, OWNER),
             queries_out=_rows(away, RANK),
             stages=_stages(s, group),
             heads=self.shares[rank % self.inner] if self.shares else None,
         )
+
+
+def _rows_in(positions: np.ndarray, owned: Ownership, group: int) -> np.ndarray:
+    """The rows that tokens have in the buffer of a group that owns them."""
+    place = np.empty(owned.seq_len, dtype=np.int64)
+    mine = owned.positions(group)
+    place[mine] = np.arange(len(mine))
+    return place[positions]
 
 
 def _sizes(fragments: np.ndarray) -> np.ndarray:
@@ -180,7 +194,7 @@ def _stages(s: Schedule, rank: int) -> tuple[Stage, ...]:
     blocks = [Block(*row[:EW], elementwise=bool(row[EW])) for row in tiles[:, :COLUMNS].tolist()]
     kv, sends = _rows(mine, OWNER), _rows(lent, RANK)
     held = _Relay(s, rank) if s.relay else None
-    own = s.ownership.counts[rank]
+    own = s.kv_ownership.counts[rank]
     found: list[Stage] = []
     for stage in range(s.num_stages):
         run = tuple(blocks[tiles_at[stage] : tiles_at[stage + 1]])
@@ -245,16 +259,14 @@ class AttentionPlan(PickledByFields):
     [125250.0, 374250.0]
     """
 
-    seq_len: int
+    axes: Axes
     inner: int
     outer: int
     mask: Mask
     layout: Layout
+    kv_layout: Layout | None  # None: keys are the tokens that queries are, and lie where they do
     exchange: Exchange
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int
+    heads: HeadSizes
     cluster: Cluster
     rows: tuple[RowPlan, ...]
     passed_over: "tuple[PassedOver, ...]" = ()  # what was compared with this plan, and found slower
@@ -264,14 +276,32 @@ class AttentionPlan(PickledByFields):
         """The ranks of all groups together."""
         return self.inner * self.outer
 
+    @property
+    def seq_len(self) -> int:
+        """How many queries there are: the tokens of the sequence."""
+        return self.axes.seq_len
+
+    @property
+    def kv_len(self) -> int:
+        """How many keys there are: as many as queries, unless they are other tokens."""
+        return self.axes.kv_len
+
+    @property
+    def q_offset(self) -> int:
+        """The position of the first query among the keys."""
+        return self.axes.q_offset
+
     @functools.cached_property
     def digest(self) -> str:
         """The same for the same plan in every process: who owns, computes and sends what."""
-        said = (self.seq_len, self.inner, self.outer, self.exchange, self.cluster)
+        said = (self.axes, self.inner, self.outer, self.exchange, self.cluster)
         found = hashlib.blake2b(repr(said).encode(), digest_size=8)
         for row in self.rows:
             found.update(repr((row.ownership.stride, row.shares)).encode())
-            for array in (row.ownership.table, row.schedule.ownership.table, row.schedule.rows):
+            sides = [(row.ownership, row.schedule.ownership)]
+            if row.kv_ownership is not row.ownership:
+                sides.append((row.kv_ownership, row.schedule.kv_ownership))
+            for array in (*(owned.table for side in sides for owned in side), row.schedule.rows):
                 found.update(array.tobytes())
         return found.hexdigest()
 

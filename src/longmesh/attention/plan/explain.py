@@ -15,29 +15,29 @@ def explain(plan: AttentionPlan) -> str:
     stats = plan.stats()
     areas = np.array([s.area for s in stats])
     mean = max(areas.mean(), 1e-9)
-    ring = plan.seq_len * (plan.num_ranks - 1) * len(plan.rows)
+    ring = plan.kv_len * (plan.num_ranks - 1) * len(plan.rows)
     received = sum(s.received_tokens for s in stats)
     sent = format_bytes(sum(s.received_bytes for s in stats))
     ratio = 100 * received / max(ring, 1)
-    heads = f"{plan.num_heads} heads, {plan.num_kv_heads} key heads of {plan.head_dim}"
     shape = _count(plan.num_ranks, "rank")
     if plan.inner > 1:
         shape = f"{_count(plan.outer, 'group')} of {plan.inner} ranks"
     shares = plan.rows[0].shares
     groups = len(shares[0].groups) if shares else 1
+    two = plan.kv_layout is not None
     lines = [
-        f"attention over {plan.seq_len} tokens on {shape}: {plan.mask}",
-        f"  layout {plan.layout}, exchange {plan.exchange}"
+        f"attention over {plan.axes} on {shape}: {plan.mask}",
+        f"  layout {plan.layout}{_of_keys(plan)}, exchange {plan.exchange}"
         + (f", {groups} groups of heads: one travels while another is computed" if groups > 1 else ""),
-        f"  {heads}, {plan.dtype_bytes} bytes an element",
+        f"  {plan.heads}, {plan.heads.dtype_bytes} bytes an element",
         *_time_lines(plan),
         f"  balance: busiest rank {areas.max() / mean:.3f} of the mean area, {areas.sum():.0f} pairs in all",
         f"  traffic: {sent} received in all, {ratio:.1f}% of a full ring's keys and values",
-        "  rank   tokens         area  of mean   received       sent  peak KV  calls",
+        f"  rank   tokens{'     keys' * two}         area  of mean   received       sent  peak KV  calls",
     ]
     for s in stats:
         lines.append(
-            f"  {s.rank:4d} {s.tokens:8d} {s.area:12.0f} {s.area / mean:8.3f}"
+            f"  {s.rank:4d} {s.tokens:8d}{f' {s.kv_tokens:8d}' * two} {s.area:12.0f} {s.area / mean:8.3f}"
             f" {format_bytes(s.received_bytes):>10} {format_bytes(s.sent_bytes):>10}"
             f" {format_bytes(s.peak_kv_bytes):>8} {s.kernel_calls:6d}"
         )
@@ -46,6 +46,10 @@ def explain(plan: AttentionPlan) -> str:
             lines.append(f"  batch row {number}")
         lines += _stage_lines(row)
     return "\n".join(lines)
+
+
+def _of_keys(plan: AttentionPlan) -> str:
+    return "" if plan.kv_layout is None else f" of queries and {plan.kv_layout} of keys"
 
 
 def _time_lines(plan: AttentionPlan) -> list[str]:

@@ -31,7 +31,6 @@ MANY = 32  # ranks, up to which every one is looked at
 SOME = 8  # of those at equal distances, where there are more
 DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
 FLOPS: dict[RateOp, int] = {"attention": 4, "attention_backward": 10}  # a pair and element of the head dim
-WIDE_BYTES = 4  # partial results and gradients travel in fp32
 
 
 class Times(NamedTuple):
@@ -98,10 +97,11 @@ def _walk(compute: Array, bring: Array, overlap: float) -> float:
 
 def compute_us(plan: AttentionPlan, row: RowPlan, op: RateOp, group: int, heads: int, calls: int) -> Array:
     """By stage, the time of a group's kernels for `heads` heads; `calls`: kernel calls that each block takes."""
-    cluster, dtype = plan.cluster, DTYPES.get(plan.dtype_bytes, "float32")
+    cluster, sizes = plan.cluster, plan.heads
+    dtype = DTYPES.get(sizes.dtype_bytes, "float32")
     tiles = row.schedule.tiles(group)
     took = np.full(len(tiles), cluster.call_us * calls)
-    flops = FLOPS[op] * area(tiles) * heads * plan.head_dim
+    flops = FLOPS[op] * area(tiles) * heads * (sizes.head_dim + sizes.v_head_dim) / 2
     for kind, (which, size) in _kinds(tiles).items():
         if which.any():
             took[which] += flops[which] / cluster.flops_per_us(op, dtype, size[which], kind)
@@ -124,12 +124,12 @@ def _key_transfers(plan: AttentionPlan, row: RowPlan, group: int, kv_heads: int,
     """By stage, the time in which its keys and values come, and in backward gradients of as many go home."""
     s, cluster = row.schedule, plan.cluster
     f = s.received(group)
-    element = 2 * kv_heads * plan.head_dim
+    element = kv_heads * plan.heads.kv_dim
     rows = (f[:, STOP] - f[:, START]).astype(float)
     took = np.zeros(s.num_stages)
     way = "send" if s.relay else "all_to_all"
     peers = 1 if s.relay else s.ownership.num_ranks - 1
-    sizes = [plan.dtype_bytes] + [WIDE_BYTES] * backward
+    sizes = [plan.heads.dtype_bytes] + [plan.heads.wide_bytes] * backward
     for level, near in _by_level(plan, s, group, f[:, OWNER]):
         arrived = np.bincount(f[near, STAGE], weights=rows[near], minlength=s.num_stages)
         link = cluster.levels[level].link_of(way)
@@ -175,9 +175,10 @@ def _query_transfers(plan: AttentionPlan, row: RowPlan, group: int, heads: int, 
         return 0.0
     size = s.queries[:, STOP] - s.queries[:, START]
     there, home = (float(size[s.queries[:, column] == group].sum()) for column in (RANK, OWNER))
-    element, wide = plan.head_dim * plan.dtype_bytes, (plan.head_dim + 1) * WIDE_BYTES
+    sizes = plan.heads
+    element, wide = sizes.head_dim * sizes.dtype_bytes, (sizes.v_head_dim + 1) * sizes.wide_bytes
     # Forward: queries go, results and their log-sum-exp come; backward: out, dout and lse go, dq comes.
-    going, coming = (2 * wide, plan.head_dim * WIDE_BYTES) if backward else (element, wide)
+    going, coming = (2 * wide, sizes.head_dim * sizes.wide_bytes) if backward else (element, wide)
     link = plan.cluster.levels[_outermost(plan, s)].link_of("all_to_all")
     peers = s.ownership.num_ranks - 1
     took = link.time_us(there * heads * going, peers) + link.time_us(home * heads * coming, peers)
@@ -194,10 +195,10 @@ def _with_swaps(plan: AttentionPlan, row: RowPlan, rank: int, attend_us: float, 
     groups = len(row.shares[0].groups)
     cluster = plan.cluster
     swapped = swapped_elements(plan, row, rank)
-    wide = max(plan.dtype_bytes, WIDE_BYTES)
+    narrow, wide = plan.heads.dtype_bytes, plan.heads.wide_bytes
     # Forward: q, k and v come, the output goes back. Backward: its gradient comes, those of q, k and v go back.
-    coming = (swapped.output_in if backward else swapped.qkv_in) * plan.dtype_bytes
-    going = swapped.qkv_back * wide if backward else swapped.output_back * plan.dtype_bytes
+    coming = (swapped.output_in if backward else swapped.qkv_in) * narrow
+    going = swapped.qkv_back * wide if backward else swapped.output_back * narrow
     link = cluster.level_of((plan.outer, plan.inner), (1,)).link_of("all_to_all")
     each = [link.time_us(size / groups, plan.inner - 1) for size in (coming, going)]
     packing = sum(cluster.levels[0].link.time_us(2 * size) for size in (coming, going))

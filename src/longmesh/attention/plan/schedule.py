@@ -52,13 +52,15 @@ FEW = 32
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule(PickledByFields):
-    """`rows` are the slices cut by the rank that computes them, sorted by it. `queries` are fragments of STAGE 0 that
-    lie behind a rank's own queries."""
+    """`ownership` says who owns the queries and `kv_ownership` who owns the keys: the same object if they are the same
+    tokens. `rows` are the slices cut by the rank that computes them, sorted by it. `queries` are fragments of STAGE 0
+    that lie behind a rank's own queries."""
 
     ownership: Ownership
     exchange: Exchange
     rows: Array
     queries: Array
+    kv_ownership: Ownership
 
     @property
     def relay(self) -> bool:
@@ -67,7 +69,7 @@ class Schedule(PickledByFields):
 
     @functools.cached_property
     def needs(self) -> Needs:
-        return Needs.of(self.rows[:, WHO], self.rows[:, K0], self.rows[:, K1], self.ownership)
+        return Needs.of(self.rows[:, WHO], self.rows[:, K0], self.rows[:, K1], self.kv_ownership)
 
     @functools.cached_property
     def last_stage(self) -> int:
@@ -76,7 +78,7 @@ class Schedule(PickledByFields):
 
     @functools.cached_property
     def num_stages(self) -> int:
-        return 1 + self.last_stage + _has_later_tiles(self.rows, self.ownership)
+        return 1 + self.last_stage + self._has_later_tiles()
 
     @functools.cached_property
     def has_elementwise(self) -> bool:
@@ -112,18 +114,35 @@ class Schedule(PickledByFields):
         """The blocks of one rank, found without those of others."""
         low, high = np.searchsorted(self.rows[:, WHO], (rank, rank + 1))
         keys = join_fragments(self.received(rank))
-        pieces = self.ownership.pieces_of(rank)
-        return self._numbered(make_tiles(self.rows[low:high], keys, self.queries_of(rank), pieces))
+        pieces = self.ownership.pieces_of(rank), self.kv_ownership.pieces_of(rank)
+        return self._numbered(make_tiles(self.rows[low:high], keys, self.queries_of(rank), *pieces))
 
     @functools.cached_property
     def all_tiles(self) -> Array:
         """The blocks of every rank."""
-        return self._numbered(make_tiles(self.rows, self.all_stretches, self.queries, self.ownership.table))
+        tables = self.ownership.table, self.kv_ownership.table
+        return self._numbered(make_tiles(self.rows, self.all_stretches, self.queries, *tables))
 
     @functools.cached_property
     def all_stretches(self) -> Stretches:
         """What lies in the buffers of every rank."""
         return self.exchange.stretches(self.needs)
+
+    def _has_later_tiles(self) -> bool:
+        """Whether a rank has pairs of queries that are not its own with keys that are."""
+        if not len(self.queries):
+            return False
+        table, keys = self.ownership.table, self.kv_ownership.table
+        a, b = overlaps(self.rows[:, Q0], self.rows[:, Q1], table[:, 0], table[:, 1])
+        far = self.rows[a, WHO] != table[b, 2]
+        cut = self.rows[a[far]]
+        cut[:, Q0] = np.maximum(cut[:, Q0], table[b[far], 0])
+        cut[:, Q1] = np.minimum(cut[:, Q1], table[b[far], 1])
+        cut = tighten(cut)
+        width = self.kv_ownership.seq_len + 1
+        base, own = cut[:, WHO] * width, keys[:, 2] * width
+        hit, _ = overlaps(cut[:, K0] + base, cut[:, K1] + base, keys[:, 0] + own, keys[:, 1] + own)
+        return len(hit) > 0
 
     def _numbered(self, tiles: Array) -> Array:
         later = tiles[:, tile.STAGE] == _LATER
@@ -131,11 +150,15 @@ class Schedule(PickledByFields):
         return tiles[np.lexsort((tiles[:, tile.STAGE], tiles[:, tile.RANK]))] if later.any() else tiles
 
 
-def make_schedule(slices: Array, owned: Ownership, exchange: Exchange) -> Schedule:
-    """The schedule of one batch row, for slices in the ownership's coordinates."""
+def make_schedule(
+    slices: Array, owned: Ownership, exchange: Exchange, keys: Ownership | None = None
+) -> Schedule:
+    """The schedule of one batch row, for slices in the ownership's coordinates. `keys`: who owns the keys, if they are
+    other tokens than the queries."""
     rows = rows_by_rank(slices, owned)
     rows = rows[np.argsort(rows[:, WHO], kind="stable")]
-    return Schedule(owned, exchange, rows, remote_queries(rows, owned))
+    queries = remote_queries(rows, owned) if owned.moved else no_fragments()
+    return Schedule(owned, exchange, rows, queries, keys or owned)
 
 
 def rows_by_rank(slices: Array, owned: Ownership) -> Array:
@@ -175,8 +198,6 @@ def rows_at_home(slices: Array, owned: Ownership) -> Array:
 
 def remote_queries(rows: Array, owned: Ownership) -> Array:
     """Fragments of queries that a rank computes and does not own, behind its own queries."""
-    if not owned.moved:
-        return no_fragments()
     table = owned.table
     rank, start, stop = unite(rows[:, WHO], rows[:, Q0], rows[:, Q1], owned.seq_len)
     a, b = overlaps(start, stop, table[:, 0], table[:, 1])
@@ -190,23 +211,6 @@ def remote_queries(rows: Array, owned: Ownership) -> Array:
     out[:, OFFSET] = offsets_within(out[:, RANK], out[:, STOP] - out[:, START])
     out[:, OFFSET] += np.array(owned.counts)[out[:, RANK]]
     return out
-
-
-def _has_later_tiles(rows: Array, owned: Ownership) -> bool:
-    """Whether a rank has pairs of queries that are not its own with keys that are."""
-    if not owned.moved:
-        return False
-    table = owned.table
-    a, b = overlaps(rows[:, Q0], rows[:, Q1], table[:, 0], table[:, 1])
-    far = rows[a, WHO] != table[b, 2]
-    cut = rows[a[far]]
-    cut[:, Q0] = np.maximum(cut[:, Q0], table[b[far], 0])
-    cut[:, Q1] = np.minimum(cut[:, Q1], table[b[far], 1])
-    cut = tighten(cut)
-    width = owned.seq_len + 1
-    base, own = cut[:, WHO] * width, table[:, 2] * width
-    hit, _ = overlaps(cut[:, K0] + base, cut[:, K1] + base, table[:, 0] + own, table[:, 1] + own)
-    return len(hit) > 0
 
 
 def _own_stretches(pieces: Array) -> Stretches:
@@ -232,16 +236,15 @@ def _cut(rows: Array, into: Stretches, axis: tuple[int, int]) -> tuple[Array, Ar
     return out, b, into.offset[b] - into.start[b]
 
 
-def make_tiles(rows: Array, keys: Stretches, queries: Array, pieces: Array) -> Array:
-    """Blocks in rows of buffers, merged where they touch, for the ranks of these rows.
+def make_tiles(rows: Array, keys: Stretches, queries: Array, pieces: Array, kv_pieces: Array) -> Array:
+    """Blocks in rows of buffers, merged where they touch, for the ranks of these rows, who own these pieces.
 
     A block of remote queries on the rank's own keys waits for the queries: its stage is still _LATER.
     """
-    own = _own_stretches(pieces)
-    query_buffer = join_stretches([own, _query_stretches(queries)])
+    query_buffer = join_stretches([_own_stretches(pieces), _query_stretches(queries)])
     rows, which, q_by = _cut(rows, query_buffer, (Q0, Q1))
     rows = np.concatenate([rows, q_by[:, None], (which >= len(pieces))[:, None]], axis=1)
-    buffers = join_stretches([own, keys])
+    buffers = join_stretches([_own_stretches(kv_pieces), keys])
     rows, which, k_by = _cut(rows, buffers, (K0, K1))
     q_by, far, stage = rows[:, _Q_BY], rows[:, _FAR] == 1, buffers.stage[which]
     tiles = np.concatenate([rows[:, : WHO + 1], np.where(far & (stage == 0), _LATER, stage)[:, None]], axis=1)

@@ -1,8 +1,6 @@
 """What a plan costs, for each rank: exact counts, forward pass, one sequence of the batch for each row.
 
-Bytes of one token:    a key and its value   2 * kv_heads * head_dim * dtype_bytes
-                       a query, an output    heads * head_dim * dtype_bytes
-                       a partial result      heads * (head_dim + 1) * 4      (fp32, with log-sum-exp)
+What a token of each kind weighs is in `head_sizes`.
 
 `received_tokens` is all that a rank receives in keys' worth: received bytes over the bytes of a key
 and its value in all heads. Backward receives the keys again, or saves them, and sends as much
@@ -30,6 +28,7 @@ class RankStats(NamedTuple):
 
     rank: int
     tokens: int
+    kv_tokens: int
     area: float
     received_tokens: float
     sent_bytes: int
@@ -41,15 +40,15 @@ class RankStats(NamedTuple):
 def rank_stats(plan: AttentionPlan) -> tuple[RankStats, ...]:
     """One `RankStats` for each rank."""
     total = sum(_row_figures(plan, row) for row in plan.rows)
-    token_bytes = 2 * plan.num_kv_heads * plan.head_dim * plan.dtype_bytes
     out: list[RankStats] = []
-    for rank, (tokens, pairs, sent, received, peak, calls) in enumerate(np.asarray(total).tolist()):
+    for rank, (tokens, keys, pairs, sent, received, peak, calls) in enumerate(np.asarray(total).tolist()):
         out.append(
             RankStats(
                 rank=rank,
                 tokens=int(tokens),
+                kv_tokens=int(keys),
                 area=pairs,
-                received_tokens=received / token_bytes,
+                received_tokens=received / plan.heads.key_bytes,
                 sent_bytes=int(sent),
                 received_bytes=int(received),
                 peak_kv_bytes=int(peak),
@@ -60,33 +59,34 @@ def rank_stats(plan: AttentionPlan) -> tuple[RankStats, ...]:
 
 
 def _row_figures(plan: AttentionPlan, row: RowPlan) -> np.ndarray:
-    """Columns tokens, area, sent, received, peak, calls; a row for each rank."""
-    tiles, groups = row.schedule.all_tiles, plan.outer
+    """Columns tokens, keys, area, sent, received, peak, calls; a row for each rank."""
+    tiles, groups, heads = row.schedule.all_tiles, plan.outer, plan.heads
     pairs = np.bincount(tiles[:, tile.RANK], weights=area(tiles), minlength=groups)
     calls = np.bincount(tiles[:, tile.RANK], minlength=groups)
     arrives, leaves = traffic(row)
     held = peak_stage_rows(row)
-    out = np.zeros((plan.num_ranks, 6))
+    out = np.zeros((plan.num_ranks, 7))
     for rank in range(plan.num_ranks):
         group = rank // plan.inner
         mine = heads_of(plan, row, rank)
-        element = plan.head_dim * plan.dtype_bytes
+        key_bytes = heads.kv_dim * heads.dtype_bytes
         # Between groups of ranks a key head travels with each group of heads that reads it.
-        key, query = 2 * sum(mine.kv_heads_of_groups) * element, mine.heads * element
-        result = mine.heads * (plan.head_dim + 1) * 4
+        key, query = sum(mine.kv_heads_of_groups) * key_bytes, mine.heads * heads.head_dim * heads.dtype_bytes
+        result = mine.heads * (heads.v_head_dim + 1) * heads.wide_bytes
         received = arrives[group] @ (key, query, result)
         sent = leaves[group] @ (key, query, result)
         if row.shares:
             swapped = swapped_elements(plan, row, rank)
-            received += (swapped.qkv_in + swapped.output_back) * plan.dtype_bytes
-            sent += (swapped.qkv_back + swapped.output_in) * plan.dtype_bytes
-        own = row.schedule.ownership.counts[group] * mine.kv_heads
+            received += (swapped.qkv_in + swapped.output_back) * heads.dtype_bytes
+            sent += (swapped.qkv_back + swapped.output_in) * heads.dtype_bytes
+        own = row.schedule.kv_ownership.counts[group] * mine.kv_heads
         out[rank] = (
             row.ownership.counts[rank],
-            pairs[group] * mine.heads / plan.num_heads,
+            row.kv_ownership.counts[rank],
+            pairs[group] * mine.heads / heads.num_heads,
             sent,
             received,
-            (own + held[group] * max(mine.kv_heads_of_groups)) * 2 * element,
+            (own + held[group] * max(mine.kv_heads_of_groups)) * key_bytes,
             calls[group] * mine.calls,
         )
     return out
@@ -102,7 +102,7 @@ def traffic(row: RowPlan) -> tuple[np.ndarray, np.ndarray]:
     if s.relay:
         leaves[:, 0] = np.roll(arrives[:, 0], -1)
     else:
-        table = s.ownership.table
+        table = s.kv_ownership.table
         wanted = covered_before(kept.start, kept.stop, table[:, 1]) - covered_before(
             kept.start, kept.stop, table[:, 0]
         )
@@ -134,7 +134,8 @@ class RankHeads(NamedTuple):
 
 def heads_of(plan: AttentionPlan, row: RowPlan, rank: int) -> RankHeads:
     if not row.shares:
-        return RankHeads(plan.num_heads, plan.num_kv_heads, (plan.num_kv_heads,), 1)
+        kv_heads = plan.heads.num_kv_heads
+        return RankHeads(plan.heads.num_heads, kv_heads, (kv_heads,), 1)
     share = row.shares[rank % plan.inner]
     by_group = tuple(group.kv_stop - group.kv_start for group in share.groups)
     return RankHeads(share.q_stop - share.q_start, share.kv_stop - share.kv_start, by_group, len(share.parts))
@@ -156,14 +157,15 @@ class Swapped(NamedTuple):
 def swapped_elements(plan: AttentionPlan, row: RowPlan, rank: int) -> Swapped:
     """What the all-to-alls of split heads bring to a rank."""
     first = rank // plan.inner * plan.inner
-    tokens, mine = row.ownership.counts, heads_of(plan, row, rank)
+    tokens, keys, heads = row.ownership.counts, row.kv_ownership.counts, plan.heads
+    mine = heads_of(plan, row, rank)
     peers = [peer for peer in range(first, first + plan.inner) if peer != rank]
     theirs = [heads_of(plan, row, peer) for peer in peers]
-    others = sum(tokens[peer] for peer in peers) * plan.head_dim
-    own = tokens[rank] * plan.head_dim
+    others, other_keys = (sum(counts[peer] for peer in peers) for counts in (tokens, keys))
+    their_heads, their_kv_heads = sum(x.heads for x in theirs), sum(x.kv_heads for x in theirs)
     return Swapped(
-        qkv_in=others * (mine.heads + 2 * mine.kv_heads),
-        output_in=others * mine.heads,
-        output_back=own * sum(heads.heads for heads in theirs),
-        qkv_back=own * sum(heads.heads + 2 * heads.kv_heads for heads in theirs),
+        qkv_in=others * mine.heads * heads.head_dim + other_keys * mine.kv_heads * heads.kv_dim,
+        output_in=others * mine.heads * heads.v_head_dim,
+        output_back=tokens[rank] * their_heads * heads.v_head_dim,
+        qkv_back=tokens[rank] * their_heads * heads.head_dim + keys[rank] * their_kv_heads * heads.kv_dim,
     )

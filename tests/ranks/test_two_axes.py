@@ -1,0 +1,250 @@
+"""Attention of queries to keys that are other tokens, on real ranks, against dense float64: output and gradients.
+
+Lengths are uneven, prime or 0, and either side may be the longer one; layouts of both sides, exchanges and masks vary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longmesh.attention import ContextParallel, Hybrid, Ring, Sparse, Ulysses, masks
+from longmesh.attention.mask.axes import axes_of
+from longmesh.testing.mesh import cpu_mesh
+from support.attention_reference import check_close, inputs, reference
+
+EXCHANGES = ("ring", "allgather", Ulysses(groups=2), Sparse(min_tokens=2), "auto")
+LAYOUTS = (  # of queries, of keys
+    ("auto", None),
+    ("contiguous", "zigzag"),
+    ("zigzag", "round_robin"),
+    ("striped", "striped"),
+    ("solve", "contiguous"),
+    ("per_document", "per_document"),
+)
+EVERY = tuple(itertools.product(LAYOUTS, EXCHANGES))
+LENGTHS = ((5, 23), (23, 5), (1, 17), (11, 11), (2, 31), (0, 7), (7, 0))
+
+
+@dataclasses.dataclass
+class Case:
+    """One mask and shape for all layouts and exchanges of `choices`; `options` are those of the call."""
+
+    T: int
+    K: int
+    mask: masks.Mask
+    B: int = 1
+    H: int = 4
+    G: int = 2
+    D: int = 8
+    E: int = 8
+    dtype: torch.dtype = torch.float32
+    q_offset: int | None = None
+    choices: tuple = EVERY
+    v_in_k: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def check_case(mesh_shape, case: Case) -> int:
+    """Raise if this rank's output or gradients are not the reference's. Collective."""
+    *qkv, dout = inputs(case.B, case.H, case.G, case.T, case.D, case.E, case.dtype, case.K)
+    if case.v_in_k:
+        qkv[2] = qkv[1][..., : case.E]
+    offset = axes_of(case.mask, case.T, case.K, case.q_offset).q_offset
+    want = reference(qkv, dout, case.mask, q_offset=offset, **case.options)
+    if case.v_in_k:
+        want[2][..., : case.E] += want.pop(3)
+    for (layout, kv_layout), exchange in case.choices:
+        cp = ContextParallel(
+            cpu_mesh(*mesh_shape),
+            seq_len=case.T,
+            kv_len=case.K,
+            q_offset=case.q_offset,
+            mask=case.mask,
+            layout=layout,
+            kv_layout=kv_layout,
+            exchange=exchange,
+            chunk=4,
+            num_heads=case.H,
+            num_kv_heads=case.G,
+            head_dim=case.D,
+            v_head_dim=case.E,
+            v_in_k=case.v_in_k,
+            dtype=case.dtype,
+        )
+        whole = qkv[:2] if case.v_in_k else qkv
+        cuts = [cp.shard, cp.shard_kv, cp.shard_kv][: len(whole)]
+        local = [cut(t, 2).clone().requires_grad_() for cut, t in zip(cuts, whole, strict=True)]
+        shared = {n: case.options[n].clone().requires_grad_() for n in ("bias", "sinks") if n in case.options}
+        out = cp(*local, **(case.options | shared))
+        grads = list(torch.autograd.grad(out, [*local, *shared.values()], cp.shard(dout, 2)))
+        for grad in grads[len(local) :]:
+            dist.all_reduce(grad)
+        cuts = [cp.shard, *cuts]
+        expected = [cut(t, 2) for cut, t in zip(cuts, want, strict=False)] + want[len(cuts) :]
+        for name, got, right in zip(
+            ("out", "dq", "dk", "dv", "shared", "shared"), (out, *grads), expected, strict=False
+        ):
+            check_close(f"{case} {layout} {kv_layout} {exchange} {name}", got, right, got.dtype)
+        check_close(f"{case} unshard", cp.unshard(out.detach(), 2), want[0], case.dtype)
+        check_close(f"{case} unshard_kv", cp.unshard_kv(grads[1], 2), want[2], case.dtype)
+    return len(case.choices)
+
+
+def check_cases(mesh_shape, cases: list[Case]) -> int:
+    return sum(check_case(mesh_shape, case) for case in cases)
+
+
+def on_ranks(pool, mesh_shape, cases: list[Case]) -> None:
+    ranks = math.prod(mesh_shape)
+    number = sum(len(case.choices) for case in cases)
+    assert pool.run(check_cases, mesh_shape, cases, ranks=ranks, timeout=300.0) == [number] * ranks
+
+
+def near_thirds(b, h, i, j):
+    return ((i + j) % 3 == h % 2) & (j <= i)
+
+
+def every_fifth(b, h, i, j):
+    return (i * 3 + j + b) % 5 != 0
+
+
+def masks_for(T: int, K: int) -> list[masks.Mask]:
+    found = [
+        masks.causal(),
+        masks.full(),
+        masks.sliding_window(4, 1),
+        masks.prefix_lm(min(3, K)),
+        masks.documents([T // 2, 0, T - T // 2], kv_lengths=[K // 3, 0, K - K // 3]),
+    ]
+    if T <= K:  # these speak of positions among the keys, and queries must stand there
+        found += [masks.mask_mod(near_thirds, block=8), masks.documents([K // 2, K - K // 2])]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_mask_layout_and_exchange(pool, ranks):
+    heads, dtypes = ((4, 2), (3, 1), (6, 3), (1, 1)), (torch.float32, torch.float64, torch.bfloat16)
+    cases = []
+    for number, (T, K) in enumerate(LENGTHS):
+        for turn, mask in enumerate(masks_for(T, K)):
+            H, G = heads[(number + turn) % 4]
+            choices = EVERY[(number + turn) % 3 :: 3]
+            B, E = 1 + turn % 2, (8, 6, 10)[turn % 3]
+            dtype = dtypes[(number + turn) % 3]
+            cases.append(Case(T, K, mask, B=B, H=H, G=G, E=E, dtype=dtype, choices=choices))
+    on_ranks(pool, (ranks,), cases)
+
+
+def test_groups_of_ranks_that_split_heads(pool):
+    choices = tuple(itertools.product(LAYOUTS[::2], ("hybrid", Hybrid(outer=Ring(), groups=2))))
+    cases = [Case(T, K, mask, E=6, choices=choices) for T, K in LENGTHS for mask in masks_for(T, K)[::2]]
+    on_ranks(pool, (2, 2), cases)
+
+
+def test_values_that_are_a_part_of_the_keys(pool):
+    choices = tuple(itertools.product((("auto", None), ("contiguous", "zigzag")), EXCHANGES))
+    shapes = ((5, 23, 4, 1, 6), (9, 9, 4, 2, 8), (23, 4, 3, 3, 1), (0, 3, 2, 1, 4))
+    cases = [
+        Case(T, K, masks.causal(), B=2, H=H, G=G, E=E, dtype=dtype, v_in_k=True, choices=choices)
+        for T, K, H, G, E in shapes
+        for dtype in (torch.float64, torch.bfloat16)
+    ]
+    on_ranks(pool, (3,), cases)
+    on_ranks(pool, (2, 2), [dataclasses.replace(c, choices=((("auto", None), "hybrid"),)) for c in cases])
+
+
+def test_options_number_queries_and_keys_by_themselves(pool):
+    draw = torch.Generator().manual_seed(1)
+    bias, sinks = torch.randn((1, 4, 5, 13), generator=draw), torch.randn(4, generator=draw)
+    choices = tuple(itertools.product((("contiguous", "zigzag"),), ("ring", "sparse", "ulysses")))
+    cases = [
+        Case(5, 13, masks.causal(), choices=choices, options={"bias": bias, "sinks": sinks}),
+        Case(5, 13, masks.causal(), choices=choices, options={"bias": bias[..., :1, :], "scale": 0.3}),
+        Case(5, 13, masks.full(), choices=choices, options={"dropout_p": 0.4, "dropout_seed": 7}),
+        Case(5, 13, masks.causal(), choices=choices, options={"score_mod": falling}),
+        Case(5, 13, masks.causal(), q_offset=2, choices=choices, options={"score_mod": falling}),
+        Case(13, 5, masks.mask_mod(every_fifth, rows=2), B=2, q_offset=0, choices=choices),
+        Case(13, 5, masks.documents([[5, 8], [13, 0]], kv_lengths=[[1, 4], [3, 2]]), B=2, choices=choices),
+    ]
+    on_ranks(pool, (2,), cases)
+
+
+def falling(score, b, h, i, j):
+    return score - (i - j).abs() / (h + 4)
+
+
+def check_lse(mesh_shape) -> bool:
+    """The log-sum-exp of unequal lengths, and its gradient, with values inside the keys, too."""
+    q, k, v, _ = inputs(1, 4, 2, 5, 8, 8, torch.float64, 11)
+    for v_in_k in (False, True):
+        cp = ContextParallel(
+            cpu_mesh(*mesh_shape), seq_len=5, kv_len=11, head_dim=8, v_head_dim=8, num_heads=4, num_kv_heads=2,
+            v_in_k=v_in_k, exchange="sparse", layout="contiguous",
+        )  # fmt: skip
+        leaves = [t.clone().requires_grad_() for t in (q, k)]
+        score = leaves[0] @ leaves[1].repeat_interleave(2, 1).mT * 8**-0.5
+        hidden = torch.arange(11) > torch.arange(5)[:, None] + 6
+        want = score.masked_fill(hidden, -torch.inf).logsumexp(-1)
+        want_grads = torch.autograd.grad(want.square().sum(), leaves)
+        local = [cp.shard(q, 2).requires_grad_(), cp.shard_kv(k, 2).requires_grad_()]
+        _, lse = cp.with_lse(*local, *(() if v_in_k else (cp.shard_kv(v, 2),)))
+        grads = torch.autograd.grad(lse.square().sum(), local)
+        check_close("lse", lse.detach(), cp.shard(want.detach(), 2), torch.float64)
+        check_close("dq", grads[0], cp.shard(want_grads[0], 2), torch.float64)
+        check_close("dk", grads[1], cp.shard_kv(want_grads[1], 2), torch.float64)
+    return True
+
+
+def test_log_sum_exp_of_unequal_lengths(pool):
+    assert pool.run(check_lse, (3,), ranks=3) == [True] * 3
+
+
+def refuse(mesh_shape) -> list[str]:
+    """What each wrong call says, on every rank."""
+    cp = ContextParallel(cpu_mesh(*mesh_shape), seq_len=4, kv_len=10, head_dim=8, num_heads=2)
+    inside = ContextParallel(
+        cpu_mesh(*mesh_shape), seq_len=4, kv_len=10, head_dim=8, v_head_dim=6, v_in_k=True, num_heads=2
+    )
+    q, k = torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 5, 8)
+    calls = [
+        lambda: cp(q, q, q),
+        lambda: cp(q, k),
+        lambda: cp(q, k, k, bias=torch.zeros(4, 4)),
+        lambda: cp.shard(k, 2),
+        lambda: cp.shard_kv(k, 2),
+        lambda: cp.unshard_kv(q, 2),
+        lambda: inside(q, k, k),
+        lambda: inside(q[..., :4], k[..., :4]),
+    ]
+    return [error_of(call) for call in calls]
+
+
+def error_of(call) -> str:
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_wrong_calls_are_errors_on_every_rank(pool):
+    expected = [
+        "this rank has 2 of 4 queries and 5 of 10 keys, given q (1, 2, 2, 8), k (1, 2, 2, 8)",
+        "or make the plan with v_in_k=True, where values are a part of the keys",
+        "does not broadcast to (1, 2, 4, 10) (batch, heads, seq_len, kv_len)",
+        "shard(dim=2): the tensor is (1, 2, 5, 8), but the sequence has 4 tokens; give the dim that holds the tokens",
+        "shard_kv(dim=2): the tensor is (1, 2, 5, 8), but the sequence has 10 keys; give the dim that holds the keys",
+        "unshard_kv(dim=2): the tensor is (1, 2, 2, 8), but this rank's part has 5 keys",
+        "v_in_k: the values are the first 6 features of the keys, so pass q and k only; given v (1, 2, 5, 8)",
+        "v_in_k: the values are the first 6 features of the keys, given k (1, 2, 5, 4)",
+    ]
+    for said in pool.run(refuse, (2,), ranks=2):
+        for text, part in zip(said, expected, strict=True):
+            assert part in text
