@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from longmesh.attention import AttentionPlan, masks, plan_attention
-from longmesh.attention.plan import api
+from longmesh.attention.plan import api, cut
 
 DRAWS = {
     "pareto": lambda rng: (rng.pareto(1.0) + 1) * 300,
@@ -37,7 +37,7 @@ def measure(lengths: list[int], ranks: int, layout: str, dtype_bytes: int) -> tu
     seq_len, best = sum(lengths), float("inf")
 
     def plan_cold() -> AttentionPlan:
-        for cached in vars(api).values():
+        for cached in (*vars(api).values(), *vars(cut).values()):
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
         return plan_attention(

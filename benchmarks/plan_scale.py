@@ -34,7 +34,7 @@ def measure(case: str, repeat: int) -> dict[str, float]:
     """The figures of one case, in this process."""
     from longmesh.attention import masks, plan_attention
     from longmesh.attention.execute.route import Route
-    from longmesh.attention.plan import api
+    from longmesh.attention.plan import api, cut
 
     kind, ranks, seq_len, layout, exchange = CASES[case]
     figures: list[dict[str, float]] = []
@@ -45,7 +45,7 @@ def measure(case: str, repeat: int) -> dict[str, float]:
         mask = masks.documents(pack(seed, seq_len, draw)) if kind == "packed" else masks.causal()
         plan_s = route_s = float("inf")
         for _ in range(repeat):
-            for cached in vars(api).values():
+            for cached in (*vars(api).values(), *vars(cut).values()):
                 if hasattr(cached, "cache_clear"):
                     cached.cache_clear()
             start = time.process_time()

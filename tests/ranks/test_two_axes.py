@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longmesh.attention import ContextParallel, Hybrid, Ring, Sparse, Ulysses, masks
+from longmesh.attention import Cheapest, ContextParallel, Hybrid, Ring, Sparse, Ulysses, masks
 from longmesh.attention.mask.axes import axes_of
+from longmesh.comm import record_comm
 from longmesh.testing.mesh import cpu_mesh
 from support.attention_reference import check_close, inputs, reference
 
-EXCHANGES = ("ring", "allgather", Ulysses(groups=2), Sparse(min_tokens=2), "auto")
+EXCHANGES = ("ring", "allgather", Ulysses(groups=2), Sparse(min_tokens=2), "cheapest", "auto")
 LAYOUTS = (  # of queries, of keys
     ("auto", None),
     ("contiguous", "zigzag"),
@@ -135,7 +136,7 @@ def test_every_mask_layout_and_exchange(pool, ranks):
     for number, (T, K) in enumerate(LENGTHS):
         for turn, mask in enumerate(masks_for(T, K)):
             H, G = heads[(number + turn) % 4]
-            choices = EVERY[(number + turn) % 3 :: 3]
+            choices = EVERY[(number + turn) % 9 :: 9]
             B, E = 1 + turn % 2, (8, 6, 10)[turn % 3]
             dtype = dtypes[(number + turn) % 3]
             cases.append(Case(T, K, mask, B=B, H=H, G=G, E=E, dtype=dtype, choices=choices))
@@ -143,8 +144,10 @@ def test_every_mask_layout_and_exchange(pool, ranks):
 
 
 def test_groups_of_ranks_that_split_heads(pool):
-    choices = tuple(itertools.product(LAYOUTS[::2], ("hybrid", Hybrid(outer=Ring(), groups=2))))
-    cases = [Case(T, K, mask, E=6, choices=choices) for T, K in LENGTHS for mask in masks_for(T, K)[::2]]
+    choices = tuple(
+        itertools.product(LAYOUTS[::2], ("hybrid", Hybrid(outer=Ring(), groups=2), Hybrid(Cheapest())))
+    )
+    cases = [Case(T, K, mask, E=6, choices=choices) for T, K in LENGTHS for mask in masks_for(T, K)[::3]]
     on_ranks(pool, (2, 2), cases)
 
 
@@ -200,6 +203,55 @@ def check_lse(mesh_shape) -> bool:
         check_close("dq", grads[0], cp.shard(want_grads[0], 2), torch.float64)
         check_close("dk", grads[1], cp.shard_kv(want_grads[1], 2), torch.float64)
     return True
+
+
+def test_one_sequence_with_what_is_lighter_travelling(pool):
+    """The same exchange where queries and keys are the same tokens, with blocks away from home besides."""
+    documents = masks.documents([3, 11, 2, 7])
+    choices = tuple(
+        (pair, Cheapest(min_tokens=2)) for pair in (("zigzag", None), ("solve", None), ("ordered", None))
+    )
+    heads = ((4, 4), (8, 1), (4, 1))
+    cases = [
+        Case(23, 23, mask, H=H, G=G, E=E, choices=choices)
+        for (H, G), E in zip(heads, (8, 1, 8), strict=True)
+        for mask in (documents, masks.causal(), masks.sliding_window(5))
+    ]
+    on_ranks(pool, (3,), cases)
+
+
+def sent_and_planned() -> list[tuple[int, int]]:
+    """What this rank sends in a forward, and what the plan says. Collective."""
+    found = []
+    exchanges = ("ring", "allgather", "sparse", "ulysses", "cheapest")
+    for exchange, (T, K), dtype in itertools.product(
+        exchanges, ((1, 70), (37, 21)), (torch.float32, torch.float64)
+    ):
+        for H, G, D, E, inside in ((4, 2, 8, 8, False), (6, 1, 8, 4, True)):
+            cp = ContextParallel(
+                cpu_mesh(3), seq_len=T, kv_len=K, exchange=exchange, layout="contiguous", num_heads=H, num_kv_heads=G,
+                head_dim=D, v_head_dim=E, v_in_k=inside, dtype=dtype, check=False,
+            )  # fmt: skip
+            q, k, v = (
+                torch.zeros(size, dtype=dtype)
+                for size in (
+                    (1, H, cp.num_tokens, D),
+                    (1, G, cp.num_kv_tokens, D),
+                    (1, G, cp.num_kv_tokens, E),
+                )
+            )
+            given = (q, k) if inside else (q, k, v)
+            cp(*given)  # ranks agree at the first call
+            with record_comm() as log:
+                cp(*given)
+            found.append((log.total_bytes, cp.plan.stats()[cp.rank].sent_bytes))
+    return found
+
+
+def test_recorded_bytes_are_those_of_the_plan(pool):
+    for of_rank in pool.run(sent_and_planned, ranks=3):
+        assert [sent for sent, _ in of_rank] == [planned for _, planned in of_rank]
+        assert sum(sent > 0 for sent, _ in of_rank) > 10
 
 
 def test_log_sum_exp_of_unequal_lengths(pool):

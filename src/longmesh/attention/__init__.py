@@ -9,6 +9,7 @@ from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.exchange.allgather import AllGather
 from longmesh.attention.exchange.auto import AutoExchange
 from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.exchange.cheapest import Cheapest
 from longmesh.attention.exchange.hybrid import Hybrid
 from longmesh.attention.exchange.ring import Ring
 from longmesh.attention.exchange.sparse import Sparse
@@ -39,6 +40,7 @@ __all__ = [
     "Auto",
     "AutoExchange",
     "Block",
+    "Cheapest",
     "ContextParallel",
     "Contiguous",
     "Exchange",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from longmesh.attention import AttentionPlan
-from longmesh.attention.mask.axes import slices_on
 from longmesh.attention.mask.slices import HI, K0, K1, LO, Q0, Q1
-from longmesh.attention.plan.schedule import WHO, rows_by_rank
+from longmesh.attention.plan.schedule import WHO
 from longmesh.debug.palette import piece_color
 
 
@@ -27,8 +26,7 @@ def draw_plan(plan: AttentionPlan, size: float = 480.0) -> str:
                 f'<rect {box} fill="{piece_color(rank)}"><title>rank {rank}: {start}..{stop}</title></rect>'
             )
     shapes.append(f'<rect x="{edge}" y="0" width="{size}" height="{size}" fill="#f6f6f6"/>')
-    slices = slices_on(plan.mask, plan.axes, num_heads=plan.heads.num_heads)
-    for part in rows_by_rank(slices, row.schedule.ownership):
+    for part in row.schedule.rows:
         points = " ".join(f"{edge + k * unit:.2f},{q * unit:.2f}" for q, k in outline(part))
         first = int(part[WHO]) * row.inner
         who = f"rank {first}" if row.inner == 1 else f"ranks {first} to {first + row.inner - 1}"

@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from longmesh.attention import masks, plan_attention
+from longmesh.attention.exchange.fragment import START, STOP
 from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.mask import slices as sl
 from longmesh.attention.mask.axes import Axes, axes_of, slices_on
@@ -64,7 +65,9 @@ def test_every_visible_pair_is_computed_once(data):
         mask = masks.causal()
     striped = data.draw(st.booleans())
     side = st.just("striped") if striped else st.sampled_from(sorted(set(LAYOUTS) - {"striped"}))
-    exchange = data.draw(st.sampled_from(["ring", "allgather", "sparse", "ulysses", "auto", "hybrid"]))
+    exchange = data.draw(
+        st.sampled_from(["ring", "allgather", "sparse", "ulysses", "auto", "hybrid", "cheapest"])
+    )
     ranks = data.draw(st.integers(1, 6))
     if exchange == "hybrid":
         ranks = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)))
@@ -88,7 +91,7 @@ def test_every_visible_pair_is_computed_once(data):
     assert sum(s.tokens for s in stats) == axes.seq_len and sum(s.kv_tokens for s in stats) == axes.kv_len
     assert sum(s.sent_bytes for s in stats) == sum(s.received_bytes for s in stats)
     assert "queries and" in plan.explain() or axes.is_one_sequence
-    assert plan.predict().total_us > 0 or axes.seq_len * axes.kv_len == 0
+    assert plan.predict().total_us > 0 or sum(s.area for s in stats) == 0
 
 
 def test_one_sequence_is_planned_as_before():
@@ -171,3 +174,60 @@ def test_a_layout_for_the_keys_alone_may_look_at_the_mask():
     )
     assert dataclasses.asdict(plan.rows[0].kv_ownership)["moved"] == ()
     assert np.ptp(plan.rows[0].kv_ownership.counts) <= 4
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_cheapest_sends_the_lighter_of_each_pair(data):
+    """Bytes by definition, pair by pair of ranks: never more than all keys or all queries, and the least if the mask
+    is of one piece."""
+    mask, axes = data.draw(masks_on_axes())
+    if axes.kv_len == 0 or axes.seq_len + axes.q_offset == 0:
+        mask = masks.causal()
+    ranks = data.draw(st.integers(1, 5))
+    side = st.sampled_from(["contiguous", "zigzag", "round_robin"])
+    heads = data.draw(st.sampled_from([(4, 4, 8, 8), (8, 1, 8, 8), (4, 1, 8, 2), (6, 2, 16, 4)]))
+    plan = plan_attention(
+        seq_len=axes.seq_len, kv_len=axes.kv_len, q_offset=None if mask.numbers_queries else axes.q_offset,
+        ranks=ranks, mask=mask, layout=data.draw(side), kv_layout=data.draw(side), exchange="cheapest",
+        chunk=2, num_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2], v_head_dim=heads[3], dtype_bytes=2,
+    )  # fmt: skip
+    carry_out(plan)
+    row, (H, G, D, E) = plan.rows[0], heads
+    painted = slices_on(mask, axes)
+    seen = paint(painted, axes.seq_len, axes.kv_len) > 0  # as blocks show it: elementwise ones are whole
+    keys = queries = least = 0
+    for i in range(ranks):
+        for j in range(ranks):
+            if i != j:
+                block = seen[np.ix_(row.positions(i), row.kv_ownership.positions(j))]
+                of_keys = int(block.any(axis=0).sum()) * G * (D + E) * 2
+                of_queries = int(block.any(axis=1).sum()) * H * (D * 2 + (E + 1) * 4)
+                keys, queries, least = keys + of_keys, queries + of_queries, least + min(of_keys, of_queries)
+    sent = sum(stats.received_bytes for stats in plan.stats())
+    assert sent <= min(keys, queries)
+    if len(painted) == 1 and sent not in (keys, queries):
+        assert sent == least
+
+
+def test_cheapest_takes_fewer_collectives_where_bytes_are_equal():
+    """Equal weights: keys come, in one collective, and no query goes there and back in two."""
+    plan = plan_attention(
+        seq_len=6, kv_len=6, ranks=2, mask=masks.full(), layout="contiguous", kv_layout="contiguous",
+        exchange="cheapest", num_heads=1, num_kv_heads=1, head_dim=6, v_head_dim=6, dtype_bytes=8,
+    )  # fmt: skip
+    # A query weighs 6 + 7 elements of 8 bytes, a key 12: keys travel.
+    assert plan.rows[0].schedule.last_stage == 1 and len(plan.rows[0].schedule.queries) == 0
+
+
+def test_cheapest_chooses_for_each_sequence():
+    """Of two sequences on the same two ranks, one is decoded (queries travel) and the other prefilled (keys do)."""
+    mask = masks.documents([20, 60_000], masks.full(), kv_lengths=[60_000, 60_000])
+    plan = plan_attention(
+        seq_len=60_020, kv_len=120_000, ranks=2, mask=mask, layout="per_document", kv_layout="per_document",
+        exchange="cheapest", num_heads=8, num_kv_heads=2, head_dim=8, dtype_bytes=2,
+    )  # fmt: skip
+    schedule = plan.rows[0].schedule
+    assert int((schedule.queries[:, STOP] - schedule.queries[:, START]).sum()) == 20
+    assert int(schedule.needs.remote_tokens.sum()) == 60_000
+    assert "20 queries are computed away from home" in plan.explain()

@@ -7,10 +7,28 @@ An exchange is asked for one rank at a time, so that a plan of a thousand ranks 
 """
 
 import abc
+from typing import NamedTuple
 
 import numpy as np
 
 from longmesh.attention.exchange.needs import Needs, Stretches, join_fragments, join_stretches
+from longmesh.attention.layout.base import Ownership
+from longmesh.plan.cluster import Link
+
+
+class Prices(NamedTuple):
+    """What a token weighs that travels, in bytes: a key with its value, a query, its partial result. `link`: how long a
+    collective of the ranks takes."""
+
+    key_bytes: int
+    query_bytes: int
+    result_bytes: int
+    link: Link
+
+    @property
+    def away_bytes(self) -> int:
+        """A query that is computed away from home: there, and its result back."""
+        return self.query_bytes + self.result_bytes
 
 
 class Exchange(abc.ABC):
@@ -21,8 +39,13 @@ class Exchange(abc.ABC):
     """
 
     relays: bool = False  # True: a stage comes from the rank before, out of its buffer of the stage before
+    moves_queries: bool = False  # True: some queries go to the keys, by `place`
     splits_heads: bool = False  # True: an all-to-all turns sequence shards into head shards first
     groups: int | None = None  # in how many groups of heads, where they are split; None: by their size
+
+    def place(self, rows: np.ndarray, owned: Ownership, kv_owned: Ownership, prices: Prices) -> np.ndarray:
+        """Slices with the rank that computes them behind: those of the owner of their queries, unless they travel."""
+        return rows
 
     @abc.abstractmethod
     def last_stage(self, needs: Needs) -> int:

@@ -11,10 +11,11 @@ import dataclasses
 
 import numpy as np
 
-from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.exchange.base import Exchange, Prices
 from longmesh.attention.exchange.needs import Needs, Stretches
 from longmesh.attention.exchange.sparse import Sparse
 from longmesh.attention.exchange.ulysses import check_groups
+from longmesh.attention.layout.base import Ownership
 from longmesh.errors import LongmeshError
 
 
@@ -41,6 +42,13 @@ class Hybrid(Exchange):
     @property
     def relays(self) -> bool:  # type: ignore[override]
         return self.outer.relays
+
+    @property
+    def moves_queries(self) -> bool:  # type: ignore[override]
+        return self.outer.moves_queries
+
+    def place(self, rows: np.ndarray, owned: Ownership, kv_owned: Ownership, prices: Prices) -> np.ndarray:
+        return self.outer.place(rows, owned, kv_owned, prices)
 
     def last_stage(self, needs: Needs) -> int:
         return self.outer.last_stage(needs)

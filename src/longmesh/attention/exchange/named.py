@@ -3,6 +3,7 @@
 from longmesh.attention.exchange.allgather import AllGather
 from longmesh.attention.exchange.auto import AutoExchange
 from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.exchange.cheapest import Cheapest
 from longmesh.attention.exchange.hybrid import Hybrid
 from longmesh.attention.exchange.ring import Ring
 from longmesh.attention.exchange.sparse import Sparse
@@ -14,6 +15,7 @@ EXCHANGES: dict[str, Exchange] = {
     "allgather": AllGather(),
     "ulysses": Ulysses(),
     "sparse": Sparse(),
+    "cheapest": Cheapest(),
     "hybrid": Hybrid(),
     "auto": AutoExchange(),
 }

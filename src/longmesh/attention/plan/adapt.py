@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from longmesh.attention.plan.api import head_shares, make_row, plan_attention
+from longmesh.attention.plan.api import head_shares, make_row, plan_attention, prices_of
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
 from longmesh.attention.plan.cut import Asked, Cuts, slices_in
 from longmesh.attention.plan.head_sizes import HeadSizes
@@ -24,12 +24,13 @@ def adapt_plan(plan: AttentionPlan, heads: HeadSizes, request: dict[str, Any]) -
     if all(_cut(old) == _cut(new) for old, new in pairs):
         return fresh
     shares = head_shares(plan.exchange, plan.inner, plan.outer, plan.axes, heads)
+    prices = prices_of(heads, plan.cluster, plan.inner, plan.outer)
     rows: list[RowPlan] = []
     for number, row in enumerate(plan.rows):
         grouped = row.schedule.ownership, row.schedule.kv_ownership
         cuts = Cuts(row.ownership, grouped[0], row.kv_ownership, grouped[1])
         asked = Asked(plan.mask, plan.axes, number, heads.num_heads, 1, heads.query_cost)
-        rows.append(make_row(cuts, slices_in(cuts, asked), plan.exchange, row.inner, shares))
+        rows.append(make_row(cuts, slices_in(cuts, asked), plan.exchange, row.inner, shares, prices))
     return dataclasses.replace(plan, rows=tuple(rows), passed_over=(), heads=heads)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from longmesh.attention.exchange.auto import AutoExchange
-from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.exchange.base import Exchange, Prices
+from longmesh.attention.exchange.cheapest import Cheapest
 from longmesh.attention.exchange.hybrid import Hybrid
 from longmesh.attention.exchange.named import exchange_of
 from longmesh.attention.exchange.ring import Ring
@@ -196,13 +197,16 @@ def _groups(exchange: Exchange, inner: int, outer: int) -> tuple[int, int]:
 @functools.lru_cache(maxsize=256)
 def _choose(request: Request) -> AttentionPlan:
     """The plan of the request, with `auto` replaced by the cheapest choice; the first wins a tie."""
-    layouts, exchanges = [request.layout], [request.exchange]
+    layouts: list[Layout] = [request.layout]
+    exchanges: list[Exchange] = [request.exchange]
     if isinstance(request.layout, Auto):
         layouts = [Contiguous(), Zigzag(), Solve() if request.is_one_sequence else RoundRobin()]
     if isinstance(request.exchange, AutoExchange):
         exchanges = [Hybrid()] if request.inner > 1 else [Sparse(), Ring(), Ulysses()]
         if request.heads.num_heads < request.inner * request.outer:
             exchanges = exchanges[:2]  # some ranks would have no head
+        if not request.is_one_sequence:
+            exchanges.append(Hybrid(outer=Cheapest()) if request.inner > 1 else Cheapest())
     # The layout is chosen under the first exchange, then the exchange for that layout.
     first = _by_time([dataclasses.replace(request, layout=x, exchange=exchanges[0]) for x in layouts])
     best, *slower = _by_time([dataclasses.replace(first[0], exchange=x) for x in exchanges])
@@ -233,7 +237,8 @@ def _plan(request: Request) -> AttentionPlan:
     for row in range(request.mask.num_rows):
         asked = Asked(request.mask, request.axes, row, heads.num_heads, request.chunk, heads.query_cost)
         cuts = cut_both(*layouts, asked, inner, outer)
-        rows.append(make_row(cuts, slices_in(cuts, asked), exchange, inner, shares))
+        prices = prices_of(heads, request.cluster, inner, outer)
+        rows.append(make_row(cuts, slices_in(cuts, asked), exchange, inner, shares, prices))
     _check_rows(rows, request.layout)
     return AttentionPlan(
         axes=request.axes,
@@ -249,11 +254,18 @@ def _plan(request: Request) -> AttentionPlan:
     )
 
 
+def prices_of(heads: HeadSizes, cluster: Cluster, inner: int, outer: int) -> Prices:
+    """What travels between groups weighs this much in all heads together."""
+    link = cluster.level_of((outer, inner), (0,)).link_of("all_to_all")
+    return Prices(heads.key_bytes, heads.query_bytes, heads.result_bytes, link)
+
+
 def make_row(
-    cuts: Cuts, slices: np.ndarray, exchange: Exchange, inner: int, shares: tuple[HeadShare, ...] | None
-) -> RowPlan:
+    cuts: Cuts, slices: np.ndarray, exchange: Exchange, inner: int, shares: tuple[HeadShare, ...] | None,
+    prices: Prices,
+) -> RowPlan:  # fmt: skip
     """The plan of one batch row from how it is cut, and slices in the coordinates of that."""
-    schedule = make_schedule(slices, cuts.grouped, exchange, cuts.kv_grouped)
+    schedule = make_schedule(slices, cuts.grouped, exchange, cuts.kv_grouped, prices)
     return RowPlan(cuts.owned, schedule, inner, shares, cuts.kv_owned)
 
 

@@ -40,14 +40,18 @@ class HeadSizes(NamedTuple):
 
     @property
     def query_bytes(self) -> int:
-        """A query that is computed away from home: it goes there, its partial result comes back."""
-        result = (self.v_head_dim + 1) * self.wide_bytes
-        return self.num_heads * (self.head_dim * self.dtype_bytes + result)
+        """A query, in all heads."""
+        return self.num_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def result_bytes(self) -> int:
+        """A partial result and its log-sum-exp, in all heads."""
+        return self.num_heads * (self.v_head_dim + 1) * self.wide_bytes
 
     @property
     def query_cost(self) -> float:
         """What a query costs that is computed away from home, in keys that come to it."""
-        return self.query_bytes / self.key_bytes
+        return (self.query_bytes + self.result_bytes) / self.key_bytes
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}"

@@ -18,7 +18,7 @@ import functools
 
 import numpy as np
 
-from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.exchange.base import Exchange, Prices
 from longmesh.attention.exchange.fragment import AT, OFFSET, OWNER, RANK, STAGE, START, STOP, no_fragments
 from longmesh.attention.exchange.needs import Needs, Stretches, join_fragments, join_stretches
 from longmesh.attention.layout.base import Ownership
@@ -151,13 +151,21 @@ class Schedule(PickledByFields):
 
 
 def make_schedule(
-    slices: Array, owned: Ownership, exchange: Exchange, keys: Ownership | None = None
+    slices: Array,
+    owned: Ownership,
+    exchange: Exchange,
+    keys: Ownership | None = None,
+    prices: Prices | None = None,
 ) -> Schedule:
     """The schedule of one batch row, for slices in the ownership's coordinates. `keys`: who owns the keys, if they are
-    other tokens than the queries."""
+    other tokens than the queries; `prices`: what an exchange that moves queries chooses by."""
     rows = rows_by_rank(slices, owned)
+    if exchange.moves_queries:
+        assert prices is not None, "an exchange that moves queries is told what they weigh"
+        rows = exchange.place(rows, owned, keys or owned, prices)
     rows = rows[np.argsort(rows[:, WHO], kind="stable")]
-    queries = remote_queries(rows, owned) if owned.moved else no_fragments()
+    moves = owned.moved or exchange.moves_queries
+    queries = remote_queries(rows, owned) if moves else no_fragments()
     return Schedule(owned, exchange, rows, queries, keys or owned)
 
 
