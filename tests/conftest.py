@@ -9,6 +9,7 @@ from hypothesis import settings
 from longmesh.testing import RankPool
 
 POOL = pytest.StashKey[RankPool]()
+LARGE_POOL = pytest.StashKey[RankPool]()
 
 # No deadline: the time of an example is that of its slowest rank on a shared machine.
 settings.register_profile("longmesh", deadline=None, print_blob=True)
@@ -19,13 +20,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell lets what it runs in the background ignore interrupts, and `make test` runs one half so; tests send some.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[POOL] = RankPool(4)
+    config.stash[LARGE_POOL] = RankPool(8)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[POOL].close()
+    config.stash[LARGE_POOL].close()
 
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> RankPool:
     """`pool.run(fn, *args, ranks=1..4)`, shared by all tests."""
     return request.config.stash[POOL]
+
+
+@pytest.fixture(scope="session")
+def large_pool(request: pytest.FixtureRequest) -> RankPool:
+    """The same with 8 ranks: slower on few cores, so for few tests."""
+    return request.config.stash[LARGE_POOL]

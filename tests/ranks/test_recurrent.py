@@ -48,16 +48,48 @@ def worst_difference(ranks: int, layer: str, seq_len: int, documents, exchange: 
     return max(d.abs().max().item() if d.numel() else 0.0 for d in differences)
 
 
-def every_case(ranks: int, layer: str) -> dict[str, float]:
-    return {str(case): worst_difference(ranks, layer, *case) for case in CASES}
+def every_case(ranks: int, layers: tuple[str, ...], cases: tuple) -> dict[str, float]:
+    return {str((layer, *case)): worst_difference(ranks, layer, *case) for layer in layers for case in cases}
+
+
+def assert_exact(results: list[dict[str, float]], count: int) -> None:
+    for found in results:
+        assert len(found) == count
+        assert max(found.values()) < 1e-9, {case: worst for case, worst in found.items() if worst >= 1e-9}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_outputs_states_and_gradients_are_those_of_one_token_after_another(pool, layer, ranks):
-    for found in pool.run(every_case, ranks, layer, ranks=ranks, timeout=300.0):
-        assert len(found) == len(CASES)
-        assert max(found.values()) < 1e-9, {case: worst for case, worst in found.items() if worst >= 1e-9}
+    assert_exact(pool.run(every_case, ranks, (layer,), CASES, ranks=ranks, timeout=300.0), len(CASES))
+
+
+def test_the_same_on_eight_ranks(large_pool):
+    cases = ((37, [3, 20, 14], "scan"), (5, None, "gather"))
+    assert_exact(
+        large_pool.run(every_case, 8, LAYERS, cases, ranks=8, timeout=300.0), len(cases) * len(LAYERS)
+    )
+
+
+def fp32_errors(ranks: int, seq_len: int) -> dict[str, float]:
+    """Of each layer in fp32, the worst output against fp64 over the largest."""
+    found = {}
+    rp = RecurrentParallel(cpu_mesh(ranks), seq_len=seq_len)
+    for layer in LAYERS:
+        given, dim = draw(layer, seq_len, rows=1), token_dim(layer)
+        parts = {name: x if name in WHOLE else rp.shard(x, dim) for name, x in given.items()}
+        with torch.no_grad():
+            out = rp.unshard(call_layer(rp, layer, {name: x.float() for name, x in parts.items()})[0], dim)
+            wanted = expect(layer, given, None)[0]
+        found[layer] = ((out - wanted).abs().max() / wanted.abs().max()).item()
+    return found
+
+
+def test_the_error_does_not_grow_with_the_ranks(large_pool):
+    alone = large_pool.run(fp32_errors, 1, 259, ranks=1, timeout=300.0)[0]
+    for found in large_pool.run(fp32_errors, 8, 259, ranks=8, timeout=300.0):
+        for layer, error in found.items():
+            assert error <= 2 * max(alone[layer], 1e-7), (layer, alone[layer], error)
 
 
 def planned_and_recorded(ranks: int, layer: str, seq_len: int, documents, exchange: str) -> tuple[int, int]:
