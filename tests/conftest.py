@@ -24,8 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[LARGE_POOL].close()  # first: it was forked last, and holds the other's pipes
     config.stash[POOL].close()
-    config.stash[LARGE_POOL].close()
 
 
 @pytest.fixture(scope="session")

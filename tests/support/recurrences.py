@@ -8,7 +8,7 @@ from torch import Tensor
 
 def starts_of(documents: list[int] | None) -> set[int]:
     ends = torch.tensor(documents or []).cumsum(0).tolist()
-    return set(ends[:-1])
+    return set(ends[:-1]) - {0}  # an empty document is none
 
 
 def delta_loop(q, k, v, g, beta, initial, starts) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ Shapes: B batch, D channels, T tokens of this rank, as causal_conv1d has them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,12 @@ def convolve(
     bias: Tensor | None,
     activation: str | None,
     initial: Tensor | None = None,
+    causal_conv1d_fn: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x (B, D, T), weight (D, width): the same shape as x, and the last tokens, (B, D, width - 1). Collective."""
+    """x (B, D, T), weight (D, width): the same shape as x, and the last tokens, (B, D, width - 1). Collective.
+
+    `causal_conv1d_fn`: of the package of that name, if it is to compute.
+    """
     if activation not in (None, "silu", "swish"):
         raise LongmeshError(f"causal_conv1d(activation={activation!r}): give None, 'silu' or 'swish'")
     width, num_tokens = weight.shape[-1], x.shape[-1]
@@ -39,6 +43,13 @@ def convolve(
     if num_tokens == 0:  # the weights still get their gradients, of zero
         out = padded[..., :0] * weight[:, :1]
         out = out if bias is None else out + bias[:, None]
+    elif causal_conv1d_fn is not None:
+        # Documents are known for channels that lie next to each other only.
+        given = padded if begun is None else padded.mT.contiguous().mT
+        numbers = None if begun is None else begun.to(torch.int32).expand(len(x), -1).contiguous()
+        return causal_conv1d_fn(given, weight, bias, seq_idx=numbers, activation=activation)[
+            ..., width - 1 :
+        ], _last(padded, begun, width)
     elif begun is None:
         out = torch.nn.functional.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.shape[0])
     else:
@@ -47,10 +58,15 @@ def convolve(
             tokens = slice(j, j + num_tokens)
             same = (begun[:, tokens] == begun[:, width - 1 :]).to(x.dtype).unsqueeze(1)
             out = out + weight[:, j, None] * (padded[..., tokens] * same)
+    return out if activation is None else torch.nn.functional.silu(out), _last(padded, begun, width)
+
+
+def _last(padded: Tensor, begun: Tensor | None, width: int) -> Tensor:
+    """The last width - 1 tokens, zeros before the document that ends here."""
     last = padded[..., padded.shape[-1] - (width - 1) :]
-    if begun is not None and width > 1:
-        last = last * (begun[:, -(width - 1) :] == begun[:, -1:]).to(x.dtype).unsqueeze(1)
-    return out if activation is None else torch.nn.functional.silu(out), last
+    if begun is None or width == 1:
+        return last
+    return last * (begun[:, -(width - 1) :] == begun[:, -1:]).to(padded.dtype).unsqueeze(1)
 
 
 def shift(chain: Chain, x: Tensor) -> Tensor:

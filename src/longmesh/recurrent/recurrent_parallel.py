@@ -16,42 +16,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.comm import comm_of
-from longmesh.comm.agree import agree
 from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain
-from longmesh.recurrent.chunks import Chunks, chunks_of
-from longmesh.recurrent.convolution import convolve, shift
+from longmesh.recurrent.choose import Choice
+from longmesh.recurrent.convolution import shift
 from longmesh.recurrent.explain import LayerStats, explain, layer_stats
-from longmesh.recurrent.function import run
-from longmesh.recurrent.gather import gather_tokens, share_last
+from longmesh.recurrent.gather import gather_tokens
 from longmesh.recurrent.kernel.delta import GatedDeltaRule
 from longmesh.recurrent.kernel.diagonal import DiagonalScan
 from longmesh.recurrent.kernel.form import Kernel
-from longmesh.recurrent.kernel.linear import LinearAttention
+from longmesh.recurrent.kernel.linear import LinearAttention, Ssd
+from longmesh.recurrent.kernel.packages import Packages
 from longmesh.recurrent.kernel.selective import SelectiveScan
-from longmesh.recurrent.plan import RecurrentPlan, Starts, documents_of_positions, plan_recurrent
+from longmesh.recurrent.plan import RecurrentPlan, documents_of_positions, plan_recurrent
+from longmesh.recurrent.runner import Result, Runner
 from longmesh.recurrent.running_max import RunningMax, running_max
-from longmesh.recurrent.scaled import mlstm, state_dtype, wkv
-
-Result = Tensor | tuple[Tensor, Tensor]
-
-
-class LayerCall(NamedTuple):
-    """What every rank passes alike to a layer."""
-
-    layer: str
-    seq_len: int
-    starts: Starts
-    sizes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    others: tuple[object, ...]
+from longmesh.recurrent.scaled import mlstm, wkv
 
 
 class RecurrentParallel:
@@ -59,6 +46,10 @@ class RecurrentParallel:
 
     Documents are given by their lengths (one list, or one per batch row), or found in `positions` of the whole
     sequence, one row or several, that start again. Without a mesh the sequence is whole in this process.
+
+    `kernel`: "auto" takes kernels of fla, mamba_ssm and causal_conv1d where they are installed and the tensors are on a
+    GPU, after comparing each with ours at its first use (`check_kernels`); "torch" takes ours; a package's name, those
+    of that package. `packages` says where they are imported from.
 
     Every method is collective over the mesh, and so is its backward. With `final=True` it also returns the state after
     the last token, on every rank.
@@ -77,6 +68,9 @@ class RecurrentParallel:
         documents: Sequence[int] | Sequence[Sequence[int]] | None = None,
         positions: Tensor | None = None,
         exchange: str = "auto",
+        kernel: str = "auto",
+        check_kernels: bool = True,
+        packages: Packages | None = None,
     ) -> None:
         if mesh is not None and mesh.ndim != 1:
             raise LongmeshError(
@@ -98,13 +92,12 @@ class RecurrentParallel:
             seq_len=seq_len, ranks=1 if mesh is None else mesh.size(), documents=documents
         )
         scheme = None if exchange == "auto" else exchange
-        self._sizes: dict[str, tuple[int, int]] = {}
-        self._has_agreed = False
         self.chain = Chain(self.plan, self.rank, None, (0,), scheme)
         if comm is not None:
             group = comm.group((0,))
             members = tuple(comm.shape.index(place) for place in group.members)
             self.chain = Chain(self.plan, self.rank, group, members, scheme)
+        self._runner = Runner(self.chain, Choice(kernel, packages or Packages(), check_kernels))
 
     # -- the layout ------------------------------------------------------------------------------
 
@@ -131,7 +124,7 @@ class RecurrentParallel:
 
     def unshard(self, tensor: Tensor, dim: int) -> Tensor:
         """The whole tensor from every rank's part. Collective; its gradient is this rank's part of the whole's."""
-        self._enter("unshard", [tensor], dim % tensor.ndim, ())
+        self._runner.enter("unshard", [tensor], dim % tensor.ndim, ())
         return gather_tokens(self.chain, tensor, dim)
 
     # -- seeing ----------------------------------------------------------------------------------
@@ -140,7 +133,8 @@ class RecurrentParallel:
         """What each kind of layer that was called sends, one after the other. Pure."""
         scheme = self.chain.scheme
         return [
-            layer_stats(name, self.plan, *sizes, scheme=scheme) for name, sizes in sorted(self._sizes.items())
+            layer_stats(name, self.plan, *sizes, scheme=scheme)
+            for name, sizes in sorted(self._runner.sizes.items())
         ]
 
     def explain(self) -> str:
@@ -167,7 +161,8 @@ class RecurrentParallel:
         one number per feature of k. `scale` is 1 / sqrt(K) unless given. Keys are used as they are: normalise them.
         """
         factor: float = k.shape[-1] ** -0.5 if scale is None else scale
-        return self._run(GatedDeltaRule(), [q * factor, k, v, g, beta], v.dtype, initial_state, final)
+        layer = "gated_delta_rule" if g.ndim == 3 else "gated_delta_rule by feature"
+        return self._run(GatedDeltaRule(), [q * factor, k, v, g, beta], v.dtype, initial_state, final, layer)
 
     def linear_attention(
         self,
@@ -185,7 +180,8 @@ class RecurrentParallel:
         `decay` is a logarithm: (batch, tokens, heads), or one number per feature of k.
         """
         decay = q.new_zeros(q.shape[:-1]) if decay is None else decay
-        return self._run(LinearAttention(), [q * scale, k, v, decay], v.dtype, initial_state, final)
+        layer = "linear_attention" if decay.ndim == 3 else "linear_attention by feature"
+        return self._run(LinearAttention(), [q * scale, k, v, decay], v.dtype, initial_state, final, layer)
 
     def ssd(
         self,
@@ -201,11 +197,7 @@ class RecurrentParallel:
     ) -> Result:
         """Mamba 2: x (batch, tokens, heads, P), dt (batch, tokens, heads) after softplus, A and D (heads,), B and C
         (batch, tokens, groups, N). A state is (batch, heads, N, P)."""
-        heads = x.shape[2]
-        k, q = (each.repeat_interleave(heads // each.shape[2], dim=2) for each in (B, C))
-        out = self._run(
-            LinearAttention(), [q, k, x * dt.unsqueeze(-1), dt * A], x.dtype, initial_state, final
-        )
+        out = self._run(Ssd(), [x, dt, A, B, C], x.dtype, initial_state, final, "ssd")
         if D is None:
             return out
         skip = x * D.unsqueeze(-1)
@@ -225,7 +217,7 @@ class RecurrentParallel:
     ) -> Result:
         """Mamba 1: x and dt (batch, channels, tokens), dt after softplus, A (channels, n), B and C (batch, n, tokens),
         D (channels,). A state is (batch, channels, n)."""
-        out = self._run(SelectiveScan(), [x, dt, A, B, C], x.dtype, initial_state, final, dim=2)
+        out = self._run(SelectiveScan(), [x, dt, A, B, C], x.dtype, initial_state, final, "selective_scan")
         if D is None:
             return out
         skip = x * D.unsqueeze(-1)
@@ -256,11 +248,11 @@ class RecurrentParallel:
 
     def running_max(self, x: Tensor, decay: Tensor) -> RunningMax:
         """m_t = max(m + decay, x) of each channel: (batch, tokens, channels), without gradients."""
-        self._enter("running_max", [x], 1, ())
-        found = running_max(self.chain, self._chunks(64, x.dtype, x.device), x.detach(), decay.detach())
-        size = x.shape[0] * x.shape[2] // len(self.plan.starts) * x.element_size()
-        self._sizes["running maximum"] = size, size
-        return found
+        self._runner.enter("running_max", [x], 1, ())
+        chunks = self._runner.chunks(64, x.dtype, x.device)
+        size = x.shape[0] * x.shape[2]
+        self._runner.note("running maximum", size, size, x.element_size())
+        return running_max(self.chain, chunks, x.detach(), decay.detach())
 
     @property
     def begins(self) -> Tensor:
@@ -277,7 +269,7 @@ class RecurrentParallel:
         return self._eagerly(self._shift)(x)
 
     def _shift(self, x: Tensor) -> Tensor:
-        self._enter("token_shift", [x], 1, ())
+        self._runner.enter("token_shift", [x], 1, ())
         return shift(self.chain, x.mT).mT
 
     def causal_conv1d(
@@ -294,21 +286,7 @@ class RecurrentParallel:
 
         A state is the width - 1 tokens before the next one: (batch, channels, width - 1).
         """
-        return self._eagerly(self._convolve)(x, weight, bias, activation, initial_state, final)
-
-    def _convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        initial: Tensor | None,
-        final: bool,
-    ) -> Result:
-        given = (weight.shape[-1], bias is not None, initial is not None, final)
-        self._enter("causal_conv1d", [x], 2, given)
-        out, last = convolve(self.chain, x, weight, bias, activation, initial)
-        return (out, share_last(self.chain, last)) if final else out
+        return self._eagerly(self._runner.convolve)(x, weight, bias, activation, initial_state, final)
 
     def _eagerly(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Where a compiler traces, the graph ends before the call and goes on after it."""
@@ -321,59 +299,6 @@ class RecurrentParallel:
         dtype: torch.dtype,
         initial: Tensor | None,
         final: bool,
-        dim: int = 1,
+        layer: str | None = None,
     ) -> Result:
-        return self._eagerly(self._run_eagerly)(kernel, inputs, dtype, initial, final, dim)
-
-    def _run_eagerly(
-        self,
-        kernel: Kernel,
-        inputs: list[Tensor],
-        dtype: torch.dtype,
-        initial: Tensor | None,
-        final: bool,
-        dim: int,
-    ) -> Result:
-        self._enter(kernel.name, inputs, dim, (initial is not None, final))
-        wide = state_dtype(*inputs)
-        inputs = [x.to(wide) for x in inputs]
-        chunks = self._chunks(kernel.chunk, wide, inputs[0].device)
-        initial = None if initial is None else initial.to(wide)
-        out, last = run(kernel, self.chain, chunks, initial, inputs)
-        rows, width = len(self.plan.starts), last.element_size()
-        passing = kernel.transition_numel(inputs)
-        self._sizes[kernel.name] = last.numel() // rows * width, passing // rows * width
-        out = out.to(dtype)
-        return (out, share_last(self.chain, last)) if final else out
-
-    def _chunks(self, size: int, dtype: torch.dtype, device: torch.device) -> Chunks:
-        return chunks_of(self.plan, self.rank, size, dtype=dtype, device=device)
-
-    def _enter(self, what: str, inputs: list[Tensor], dim: int, others: tuple[object, ...]) -> None:
-        """Raise if the call is wrong; at the first one, on every rank if it is wrong or another on any. Collective."""
-        error = None
-        try:
-            self._check_tokens(what, inputs[0], dim)
-        except LongmeshError as found:
-            error = found
-        group = self.chain.group
-        if group is not None and group.size > 1 and not self._has_agreed:
-            self._has_agreed = True
-            sizes = tuple(tuple(n for d, n in enumerate(x.shape) if d != dim) for x in inputs[:1])
-            call = LayerCall(what, self.plan.seq_len, self.plan.starts, sizes, inputs[0].dtype, others)
-            agree(what, call, error, group, inputs[0].device.type)
-        if error is not None:
-            raise error
-
-    def _check_tokens(self, what: str, tensor: Tensor, dim: int) -> None:
-        if tensor.shape[dim] != self.num_tokens:
-            raise LongmeshError(
-                f"{what}: dim {dim} has {tensor.shape[dim]} tokens and this rank {self.num_tokens} of the sequence's "
-                f"{self.plan.seq_len}; cut it with shard(tensor, dim={dim})"
-            )
-        rows = len(self.plan.starts)
-        if rows > 1 and tensor.shape[0] != rows:
-            raise LongmeshError(
-                f"{what}: a batch of {tensor.shape[0]} rows and documents for {rows}; give documents for each row, or "
-                "one list for all"
-            )
+        return self._eagerly(self._runner.run)(kernel, inputs, dtype, initial, final, layer=layer)

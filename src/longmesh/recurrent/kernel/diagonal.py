@@ -37,6 +37,7 @@ class DiagonalScan:
     name: str = "diagonal scan"
     chunk: int = 32
     chunks_at_once: int = 32
+    token_dim: int = 1
 
     def split(self, inputs: Sequence[Tensor], chunks: Chunks) -> list[Tensor]:
         return [chunks.split(x.unsqueeze(2)).squeeze(2) for x in inputs]

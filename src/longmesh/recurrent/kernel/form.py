@@ -49,6 +49,11 @@ class Kernel(Protocol):
     @property
     def chunks_at_once(self) -> int: ...
 
+    @property
+    def token_dim(self) -> int:
+        """The dim of the first input that is the sequence."""
+        ...
+
     def split(self, inputs: Sequence[Tensor], chunks: Chunks) -> list[Tensor]:
         """Inputs in chunks, (N, B, ...); what is the same for all tokens gets N = 1."""
         ...
@@ -86,6 +91,7 @@ class MatrixKernel:
 
     chunk: int = 64
     chunks_at_once: int = 16
+    token_dim: int = 1
 
     def split(self, inputs: Sequence[Tensor], chunks: Chunks) -> list[Tensor]:
         return [chunks.split(x) for x in inputs]

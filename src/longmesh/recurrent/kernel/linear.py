@@ -41,3 +41,17 @@ class LinearAttention(MatrixKernel):
             return MatrixReading(chunks.entering(q * decay.exp()), scores @ v)
 
         return Form(Transitions(chunks.passing(whole.exp()).mT, ELEMENTWISE), leaving.mT @ v, reading)
+
+
+class Ssd(LinearAttention):
+    """Inputs x (batch, tokens, heads, P), dt (batch, tokens, heads), A (heads,), B, C (batch, tokens, groups, N)."""
+
+    name = "chunked SSD"
+
+    def split(self, inputs: Sequence[Tensor], chunks: Chunks) -> list[Tensor]:
+        x, dt, A, B, C = inputs
+        k, q = (each.repeat_interleave(x.shape[2] // each.shape[2], dim=2) for each in (B, C))
+        return super().split([q, k, x * dt.unsqueeze(-1), dt * A], chunks)
+
+    def transition_numel(self, inputs: Sequence[Tensor]) -> int:
+        return inputs[1].shape[0] * inputs[1].shape[2]

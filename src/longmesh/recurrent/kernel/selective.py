@@ -41,6 +41,7 @@ class SelectiveScan:
     name: str = "selective scan"
     chunk: int = 32
     chunks_at_once: int = 8
+    token_dim: int = 2
 
     def split(self, inputs: Sequence[Tensor], chunks: Chunks) -> list[Tensor]:
         x, dt, A, B, C = inputs

@@ -1,0 +1,173 @@
+"""Which kernel runs a layer: one of another package where it is installed and right, else ours.
+
+    auto         on the packages' devices, in fp32 or half precision: theirs, after a check
+    torch        ours
+    a package    its kernels or an error; ours for layers that it does not have
+
+A kernel of another package is compared with ours at its first use for a dtype and sizes: a tiny problem, forward and
+backward, with documents and a state that enters. What is not right on one rank is used by none, and a warning says why.
+The verdict is kept for the process; an agreement, for the group that made it.
+
+Collective at the first use: every rank of the group calls `find_kernel` with the same layer. Not under a compiler or
+with fake tensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longmesh._torch import is_tracing, no_dispatch_modes, no_torch_functions
+from longmesh.comm import AxisGroup, collectives
+from longmesh.errors import LongmeshError
+from longmesh.recurrent.kernel.packages import NAMES, PLACES, Packages
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of the largest number of the result: what rounding to the dtype makes, with some room.
+_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+_MISSING = "is not installed"
+TOKENS = 40
+DOCUMENTS = [17, 23]
+
+Compare = Callable[[Sequence[Tensor], bool], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`kernel`: "auto", "torch" or a package. `check`: compare with ours at first use."""
+
+    kernel: str = "auto"
+    packages: Packages = field(default_factory=Packages)
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kernel not in ("auto", "torch", *NAMES):
+            raise LongmeshError(
+                f"RecurrentParallel(kernel={self.kernel!r}): give 'auto', 'torch' or one of {', '.join(NAMES)}"
+            )
+
+
+@dataclass
+class _Verdicts:
+    """What was found in this process, and what groups have agreed on."""
+
+    found: dict[tuple[object, ...], str | None] = field(default_factory=dict)
+    agreed: dict[tuple[object, ...], str | None] = field(default_factory=dict)
+
+
+_verdicts = _Verdicts()
+
+
+def find_kernel(
+    choice: Choice, layer: str, inputs: Sequence[Tensor], group: AxisGroup | None, compare: Compare
+) -> Any | None:
+    """The kernel of a package for this layer; None: ours. `compare(inputs, ours)`: results by name, with gradients."""
+    place, device, dtype = PLACES[layer], inputs[0].device, inputs[0].dtype
+    if choice.kernel not in ("auto", place.package) or dtype not in _DTYPES or is_tracing():
+        return None
+    if device.type not in choice.packages.devices:
+        if choice.kernel == "auto":
+            return None
+        raise LongmeshError(
+            f"RecurrentParallel(kernel={choice.kernel!r}): its kernels run on {' and '.join(choice.packages.devices)}, "
+            f"and the tensors are on {device.type}; give kernel='auto'"
+        )
+    sizes = tuple(_tiny(layer, x.shape) for x in inputs)
+    key = ("" if group is None else group.name, choice, layer, dtype, device, sizes)
+    if key not in _verdicts.agreed:
+        with no_torch_functions(), no_dispatch_modes():  # what watches the caller has nothing to see here
+            _verdicts.agreed[key] = _settle(choice, layer, inputs, group, compare)
+    return None if _verdicts.agreed[key] is not None else choice.packages.find(place)
+
+
+def _settle(
+    choice: Choice, layer: str, inputs: Sequence[Tensor], group: AxisGroup | None, compare: Compare
+) -> str | None:
+    """Why the kernel must not be used here or on another rank; None: it is used."""
+    place, dtype, device = PLACES[layer], inputs[0].dtype, inputs[0].device
+    key = (choice.packages, layer, dtype, device, tuple(_tiny(layer, x.shape) for x in inputs))
+    if key not in _verdicts.found:
+        _verdicts.found[key] = _check(choice, layer, inputs, compare)
+    why = _verdicts.found[key]
+    level = 0 if why is None else 1 if why == _MISSING else 2
+    levels = (level, level)
+    if group is not None and group.size > 1:
+        mine = torch.tensor([level, -level]).to(device)
+        most, least = collectives.all_reduce(mine, reduce_op="max", group=group).tolist()
+        levels = (-least, most)
+    if levels == (0, 0):
+        return None
+    why = why or ("is not installed on another rank" if levels[1] == 1 else "fails its check on another rank")
+    if choice.kernel != "auto":
+        raise LongmeshError(
+            f"RecurrentParallel(kernel={choice.kernel!r}): {place.name} {why}; give kernel='auto', which uses ours"
+        )
+    if levels != (1, 1):
+        warnings.warn(
+            f"recurrent kernel {place.name!r} is not used for {dtype} on {device}: it {why}; ours takes over. Please "
+            "report it; RecurrentParallel(check_kernels=False) turns the check off",
+            stacklevel=2,
+        )
+    return why
+
+
+def _check(choice: Choice, layer: str, inputs: Sequence[Tensor], compare: Compare) -> str | None:
+    """Why the kernel must not be used in this process: it can't be imported, raises, or differs."""
+    try:
+        choice.packages.find(PLACES[layer])
+    except ModuleNotFoundError:
+        return _MISSING
+    except Exception as error:
+        return f"can't be imported: {type(error).__name__}: {_first_line(error)}"
+    if not choice.check:
+        return None
+    given = _draw(layer, inputs)
+    try:
+        found, wanted = compare(given, False), compare(given, True)
+    except Exception as error:
+        return f"raises {type(error).__name__}: {_first_line(error)}"
+    for what, b in wanted.items():
+        most = float(b.abs().max())
+        worst = float((found[what].double() - b.double()).abs().nan_to_num(nan=torch.inf).max())
+        if not worst <= _TOLERANCE[inputs[0].dtype] * max(1.0, most):
+            return f"differs from ours by {worst:.3g} in the {what}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+# What the inputs of a layer are, in order: normal numbers, keys of length 1, numbers of (0, 1), of (-1, 0).
+_KINDS = {
+    "gated_delta_rule": "nkn-+",
+    "linear_attention": "nkn-",
+    "ssd": "n+-nn",
+    "selective_scan": "n+-nn",
+    "causal_conv1d": "nnn",
+}
+
+
+def _tiny(layer: str, shape: torch.Size) -> tuple[int, ...]:
+    """The sizes of an input for one row and few tokens; what is the same for all tokens keeps its own."""
+    dim = 2 if layer in ("selective_scan", "causal_conv1d") else 1
+    if len(shape) < 3:
+        return tuple(shape)
+    return tuple({0: 1, dim: TOKENS}.get(d, n) for d, n in enumerate(shape))
+
+
+def _draw(layer: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers are drawn on the CPU, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    drawn: list[Tensor] = []
+    for kind, like in zip(_KINDS[layer.removesuffix(" by feature")], inputs, strict=False):
+        shape = _tiny(layer, like.shape)
+        x = (torch.rand if kind in "+-" else torch.randn)(shape, generator=generator)
+        x = torch.nn.functional.normalize(x, dim=-1) if kind == "k" else -x if kind == "-" else x
+        drawn.append(x.to(like.dtype).to(like.device))
+    return drawn

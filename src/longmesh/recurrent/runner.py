@@ -1,0 +1,215 @@
+"""Runs recurrent layers for one RecurrentParallel: checks the call, finds the kernel, remembers what is sent.
+
+Collective: every rank of the chain calls the same methods in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longmesh.comm.agree import agree
+from longmesh.errors import LongmeshError
+from longmesh.recurrent.chain import Chain
+from longmesh.recurrent.choose import DOCUMENTS, TOKENS, Choice, find_kernel
+from longmesh.recurrent.chunks import Chunks, chunks_of
+from longmesh.recurrent.convolution import convolve
+from longmesh.recurrent.function import run
+from longmesh.recurrent.gather import share_last
+from longmesh.recurrent.kernel.form import Kernel
+from longmesh.recurrent.kernel.packages import PLACES
+from longmesh.recurrent.kernel.span import Span, SpanKernel, span_of
+from longmesh.recurrent.plan import RecurrentPlan, Starts, plan_recurrent
+from longmesh.recurrent.scaled import state_dtype
+from longmesh.recurrent.span_function import run_span
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+class LayerCall(NamedTuple):
+    """What every rank passes alike to a layer."""
+
+    layer: str
+    seq_len: int
+    starts: Starts
+    sizes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    others: tuple[object, ...]
+
+
+class Runner:
+    """`sizes`: bytes of a state and of T, by the name of what ran."""
+
+    def __init__(self, chain: Chain, choice: Choice) -> None:
+        self.chain, self.choice = chain, choice
+        self.sizes: dict[str, tuple[int, int]] = {}
+        self._has_agreed = False
+        self._spans: dict[tuple[int, torch.device], Span] = {}
+
+    @property
+    def plan(self) -> RecurrentPlan:
+        return self.chain.plan
+
+    def run(
+        self,
+        kernel: Kernel,
+        inputs: Sequence[Tensor],
+        dtype: torch.dtype,
+        initial: Tensor | None,
+        final: bool,
+        *,
+        layer: str | None = None,
+    ) -> Result:
+        """A layer with a state. `layer`: the name that other packages' kernels for it go by, if there are any."""
+        self.enter(kernel.name, inputs, kernel.token_dim, (initial is not None, final))
+        theirs = None if layer is None else self._find(layer, kernel, inputs)
+        span = None if theirs is None else self._span(inputs[0])
+        if theirs is not None and span is not None and span.num_tokens and theirs.can_run(span):
+            out, last = run_span(theirs, self.chain, span, initial, inputs)
+        else:
+            wide = state_dtype(*inputs)
+            chunks = self.chunks(kernel.chunk, wide, inputs[0].device)
+            initial = None if initial is None else initial.to(wide)
+            out, last = run(kernel, self.chain, chunks, initial, [x.to(wide) for x in inputs])
+        name = kernel.name if theirs is None else theirs.name
+        self.note(name, last.numel(), kernel.transition_numel(inputs), last.element_size())
+        out = out.to(dtype)
+        return (out, share_last(self.chain, last)) if final else out
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        initial: Tensor | None,
+        final: bool,
+    ) -> Result:
+        given = (weight.shape[-1], bias is not None, initial is not None, final)
+        self.enter("causal_conv1d", [x], 2, given)
+        inputs = [x, weight] if bias is None else [x, weight, bias]
+        theirs = None
+        if 2 <= weight.shape[-1] <= 4:
+            compare = functools.partial(_compare_convolutions, self.choice)
+            theirs = find_kernel(self.choice, "causal_conv1d", inputs, self.chain.group, compare)
+        out, last = convolve(self.chain, x, weight, bias, activation, initial, theirs)
+        return (out, share_last(self.chain, last)) if final else out
+
+    def note(self, name: str, state: int, transition: int, width: int) -> None:
+        rows = len(self.plan.starts)
+        self.sizes[name] = state // rows * width, transition // rows * width
+
+    def chunks(self, size: int, dtype: torch.dtype, device: torch.device) -> Chunks:
+        return chunks_of(self.plan, self.chain.rank, size, dtype=dtype, device=device)
+
+    def enter(self, what: str, inputs: Sequence[Tensor], dim: int, others: tuple[object, ...]) -> None:
+        """Raise if the call is wrong; at the first one, on every rank if it is wrong or another on any. Collective."""
+        error = None
+        try:
+            self._check_tokens(what, inputs[0], dim)
+        except LongmeshError as found:
+            error = found
+        group = self.chain.group
+        if group is not None and group.size > 1 and not self._has_agreed:
+            self._has_agreed = True
+            sizes = tuple(tuple(n for d, n in enumerate(x.shape) if d != dim) for x in inputs[:1])
+            call = LayerCall(what, self.plan.seq_len, self.plan.starts, sizes, inputs[0].dtype, others)
+            agree(what, call, error, group, inputs[0].device.type)
+        if error is not None:
+            raise error
+
+    def _check_tokens(self, what: str, tensor: Tensor, dim: int) -> None:
+        start, stop = self.plan.span(self.chain.rank)
+        if tensor.shape[dim] != stop - start:
+            raise LongmeshError(
+                f"{what}: dim {dim} has {tensor.shape[dim]} tokens and this rank {stop - start} of the sequence's "
+                f"{self.plan.seq_len}; cut it with shard(tensor, dim={dim})"
+            )
+        rows = len(self.plan.starts)
+        if rows > 1 and tensor.shape[0] != rows:
+            raise LongmeshError(
+                f"{what}: a batch of {tensor.shape[0]} rows and documents for {rows}; give documents for each row, or "
+                "one list for all"
+            )
+
+    def _find(self, layer: str, kernel: Kernel, inputs: Sequence[Tensor]) -> SpanKernel | None:
+        compare = functools.partial(_compare_layers, self.choice, layer, kernel)
+        return find_kernel(self.choice, layer, inputs, self.chain.group, compare)
+
+    def _span(self, like: Tensor) -> Span:
+        """Uploaded once for each batch size."""
+        key = like.shape[0], like.device
+        if key not in self._spans:
+            self._spans[key] = span_of(self.plan, self.chain.rank, *key)
+        return self._spans[key]
+
+
+def _alone(documents: list[int] | None) -> Chain:
+    return Chain(plan_recurrent(seq_len=TOKENS, ranks=1, documents=documents), 0, None, (0,))
+
+
+def _differentiated(
+    call: Callable[[Sequence[Tensor], Tensor], tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    initial: Tensor,
+    where: str,
+) -> dict[str, Tensor]:
+    """Outputs, final state, and gradients of the inputs and of the initial state, by name."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (*inputs, initial)]
+        out, last = call(leaves[:-1], leaves[-1])
+        weight = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
+    found = torch.autograd.grad((out, last), leaves, (weight, torch.ones_like(last)), materialize_grads=True)
+    names = ["outputs", "final state", *(f"gradient of input {n}" for n in range(len(found)))]
+    return {f"{name} {where}": x.detach() for name, x in zip(names, (out, last, *found), strict=True)}
+
+
+def _compare_layers(
+    choice: Choice, layer: str, kernel: Kernel, inputs: Sequence[Tensor], ours: bool
+) -> dict[str, Tensor]:
+    """A layer on tiny inputs in this process, by our kernel or by the package's: with documents if that knows them."""
+    theirs: SpanKernel = choice.packages.find(PLACES[layer])
+    found: dict[str, Tensor] = {}
+    for documents in (None, DOCUMENTS):
+        chain = _alone(documents)
+        span = span_of(chain.plan, 0, 1, inputs[0].device)
+        if not theirs.can_run(span):
+            continue
+        initial = torch.full_like(theirs.empty_state(inputs), 0.5)
+
+        def call(
+            given: Sequence[Tensor], state: Tensor, chain: Chain = chain, span: Span = span
+        ) -> tuple[Tensor, Tensor]:
+            if not ours:
+                return run_span(theirs, chain, span, state, given)
+            chunks = chunks_of(chain.plan, 0, kernel.chunk, dtype=state.dtype, device=state.device)
+            return run(kernel, chain, chunks, state, [x.to(state.dtype) for x in given])
+
+        found |= _differentiated(
+            call, inputs, initial, f"of documents {documents}" if documents else "of one document"
+        )
+    return found
+
+
+def _compare_convolutions(choice: Choice, inputs: Sequence[Tensor], ours: bool) -> dict[str, Tensor]:
+    theirs = None if ours else choice.packages.find(PLACES["causal_conv1d"])
+    x, weight = inputs[:2]
+    initial = torch.full((1, x.shape[1], weight.shape[1] - 1), 0.5, dtype=x.dtype, device=x.device)
+    found: dict[str, Tensor] = {}
+    for documents, activation in ((None, None), (DOCUMENTS, "silu")):
+        chain = _alone(documents)
+
+        def call(
+            given: Sequence[Tensor], state: Tensor, chain: Chain = chain, activation: str | None = activation
+        ) -> tuple[Tensor, Tensor]:
+            x, weight, *bias = given
+            return convolve(chain, x, weight, bias[0] if bias else None, activation, state, theirs)
+
+        found |= _differentiated(
+            call, inputs, initial, f"of documents {documents}" if documents else "of one document"
+        )
+    return found

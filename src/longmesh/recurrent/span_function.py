@@ -1,0 +1,81 @@
+"""A recurrent layer by a kernel of another package, which runs a rank's tokens as a whole.
+
+    forward    U: the kernel from nothing  ->  exchange along the chain  ->  the kernel from the state that arrived
+    backward   the kernel's gradient of its entering state  ->  exchange, the other way  ->  its gradients of inputs
+
+What travels is what our own kernels send, so ranks may run different ones. Nothing but inputs and the entering state is
+kept: backward runs the kernel once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longmesh.errors import LongmeshError
+from longmesh.recurrent.chain import Chain
+from longmesh.recurrent.kernel.span import Span, SpanKernel
+from longmesh.recurrent.transition import MATRIX
+
+
+def run_span(
+    kernel: SpanKernel, chain: Chain, span: Span, initial: Tensor | None, inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Outputs of this rank's tokens and the state after its last one. Collective."""
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        if not chain.plan.crosses:
+            entering = kernel.empty_state(inputs)
+            entering = entering if initial is None or chain.rank else entering + initial
+            return kernel(inputs, entering, span)
+        return _Recurrence.apply(kernel, chain, span, initial, *inputs)  # type: ignore[return-value]
+
+
+def _exchange(kernel: SpanKernel, chain: Chain, transition: Tensor, own: Tensor, *, backward: bool) -> Tensor:
+    arrived = chain.start(transition, own.float(), algebra=kernel.algebra, backward=backward).wait()
+    return torch.zeros_like(own) if arrived is None else arrived
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: SpanKernel, chain: Chain, span: Span, initial: Tensor | None, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        entering = kernel.empty_state(inputs)
+        if initial is not None and chain.rank == 0:
+            entering = entering + initial
+        transition = kernel.transition(inputs, span)
+        own = kernel(inputs, entering, span)[1]
+        entering = entering + _exchange(kernel, chain, transition, own, backward=False)
+        ctx.kernel, ctx.chain, ctx.span, ctx.has_initial = kernel, chain, span, initial is not None
+        ctx.save_for_backward(transition, entering, *inputs)
+        return kernel(inputs, entering, span)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise LongmeshError(
+                "a second derivative through a recurrent layer over a cut sequence is not supported; call backward() "
+                "or autograd.grad() without create_graph=True"
+            )
+        kernel, chain = ctx.kernel, ctx.chain
+        transition, entering, *inputs = ctx.saved_tensors
+        grad_outputs, grad_last = gradients
+        with torch.enable_grad(), torch.autocast(grad_outputs.device.type, enabled=False):
+            leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+            state = entering.detach().requires_grad_()
+            outputs, last = kernel(leaves, state, ctx.span)
+        (own,) = torch.autograd.grad((outputs, last), state, (grad_outputs, grad_last), retain_graph=True)
+        back = transition.mT if kernel.algebra is MATRIX else transition
+        arriving = _exchange(kernel, chain, back.contiguous(), own, backward=True)
+        grad_state, *found = torch.autograd.grad(
+            (outputs, last), [state, *leaves], (grad_outputs, grad_last + arriving), allow_unused=True
+        )
+        grad_initial = None
+        if ctx.has_initial:
+            grad_initial = (
+                torch.zeros_like(entering) if chain.rank or grad_state is None else grad_state.contiguous()
+            )
+        return None, None, None, grad_initial, *found
