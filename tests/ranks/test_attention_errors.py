@@ -52,6 +52,7 @@ def refused_calls() -> list[str]:
         lambda: rows.shard(torch.randn(10), dim=0),
         lambda: ContextParallel(cpu_mesh(2), seq_len=10, kernel="flash9")(q, k, k),
         lambda: cp(q, k, None),
+        lambda: cp(None, k, k),
     ]
     return [text_of(call) for call in calls]
 
@@ -84,6 +85,7 @@ TEXTS = [
     "shard(dim=0): the layout cuts 2 batch rows differently, so dim 0 must be the batch of 2",
     "there is no attention kernel 'flash9'; there are cpu_flash",
     "attention takes tensors (batch, heads, tokens, head dim), given v=NoneType; pass q, k and v, all three",
+    "attention takes tensors (batch, heads, tokens, head dim), given q=NoneType; pass q, k and v, all three",
 ]
 
 

@@ -23,7 +23,7 @@ from longmesh.train.progress import say_nothing
 from support.processes import is_alive
 
 STEPS = 6
-SIZES = {"seq_len": 32, "dim": 8, "layers": 1, "heads": 2, "kv_heads": 1, "save_every": 1, "resume": "auto"}
+SIZES = {"seq_len": 32, "dim": 8, "layers": 1, "heads": 2, "kv_heads": 1, "resume": "auto"}
 WATCH_S = 1.5
 # Where a fault may happen: the function of a module before which it does.
 POINTS = {
@@ -51,11 +51,11 @@ class RankFault:
         return self.what in ("SIGSTOP", "loop")
 
 
-def train_on_rank(out: str, steps: int, fault: RankFault | None) -> tuple[int, list[float]]:
+def train_on_rank(out: str, steps: int, save_every: int, fault: RankFault | None) -> tuple[int, list[float]]:
     """How many steps were loaded, and all losses."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     Path(out, f"pid{rank}").write_text(str(os.getpid()))
-    options = TrainOptions(context=num_ranks, steps=steps, out=out, **SIZES)
+    options = TrainOptions(context=num_ranks, steps=steps, out=out, save_every=save_every, **SIZES)
     axes = slice_mesh(cpu_mesh(1, num_ranks, 1, names=("data", "context", "tensor")))
     with contextlib.ExitStack() as stack:
         if fault is not None and fault.is_silent:
@@ -91,12 +91,17 @@ def _act(what: str) -> None:
 
 
 def try_train(
-    pool: RankPool, out: Path, num_ranks: int, fault: RankFault | None, steps: int = STEPS
+    pool: RankPool,
+    out: Path,
+    num_ranks: int,
+    fault: RankFault | None,
+    steps: int = STEPS,
+    save_every: int = 1,
 ) -> tuple[int, list[float]] | None:
     """What `train_on_rank` gives on all ranks alike; None if the run failed, after which no rank is left."""
     out.mkdir(parents=True, exist_ok=True)
     try:
-        results = pool.run(train_on_rank, str(out), steps, fault, ranks=num_ranks, timeout=120)
+        results = pool.run(train_on_rank, str(out), steps, save_every, fault, ranks=num_ranks, timeout=120)
     except RankError as error:
         if fault is None or error.cause.kind == "hung":
             raise
@@ -139,11 +144,11 @@ class Life:
         self._pool, self._out, self._expected = pool, out, expected
         self.sizes: set[int] = set()
 
-    def go(self, num_ranks: int, fault: RankFault | None, steps: int = STEPS) -> bool:
+    def go(self, num_ranks: int, fault: RankFault | None, steps: int = STEPS, save_every: int = 1) -> bool:
         """Train on; whether it came to its end. What it loaded and computed is checked."""
         self.sizes.add(num_ranks)
         there = max(whole_steps(self._out), default=0)
-        result = try_train(self._pool, self._out, num_ranks, fault, steps)
+        result = try_train(self._pool, self._out, num_ranks, fault, steps, save_every)
         if result is None:
             assert max(whole_steps(self._out), default=0) >= there, "a state was lost"
             return False
