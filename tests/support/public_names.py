@@ -7,6 +7,7 @@ MODULES = [
     "longmesh",
     "longmesh.attention",
     "longmesh.attention.masks",
+    "longmesh.cache",
     "longmesh.checkpoint",
     "longmesh.debug",
     "longmesh.errors",

@@ -1,0 +1,195 @@
+"""The books of a pool: which pages of which rank hold which sequence. Pure, and the same on every rank.
+
+Sequences that share a beginning share its pages. A page that is shared and about to be written is copied first, on
+its own rank: `extend` says which. Nothing is changed by a call that raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence as Listed
+from typing import NamedTuple
+
+from longmesh.cache.ledger import Ledger
+from longmesh.cache.placement import Placement, Span
+from longmesh.cache.sequence import Sequence
+from longmesh.errors import LongmeshError
+
+
+class Copy(NamedTuple):
+    """A page that must be copied on its rank before it is written."""
+
+    rank: int
+    source: int
+    target: int
+
+
+class Book:
+    """`num_pages` pages of `page` tokens on each of `num_ranks` ranks, and the sequences in them."""
+
+    def __init__(self, num_ranks: int, num_pages: int, page: int) -> None:
+        for name, value, least in (("page", page, 1), ("num_pages", num_pages, 0)):
+            if not isinstance(value, int) or value < least:
+                raise LongmeshError(f"PagePool: {name}={value!r}; give a whole number, {least} or more")
+        self.page = page
+        self.ledgers = [Ledger(num_pages) for _ in range(num_ranks)]
+        self._made = 0
+        self.on_free: Callable[[int, int], None] | None = None  # told of (rank, page) that became free
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ledgers)
+
+    @property
+    def num_used(self) -> int:
+        """Pages in use, on all ranks."""
+        return sum(ledger.num_used for ledger in self.ledgers)
+
+    def new(self, width: int | None = None) -> Sequence:
+        """An empty sequence over `width` ranks (None: all), beginning on the one with the fewest pages in use."""
+        width = self.num_ranks if width is None else width
+        if not 1 <= width <= self.num_ranks:
+            raise LongmeshError(
+                f"a sequence over {width} ranks; this pool has {self.num_ranks}, so give 1 to {self.num_ranks}"
+            )
+        used = [ledger.num_used for ledger in self.ledgers]
+        first = used.index(min(used))
+        if width == self.num_ranks:
+            ranks = [(first + i) % self.num_ranks for i in range(width)]
+        else:
+            ranks = sorted(range(self.num_ranks), key=lambda rank: (used[rank], rank))[:width]
+        return self.new_on(Placement(tuple(ranks), self.page))
+
+    def new_on(self, placement: Placement) -> Sequence:
+        self._made += 1
+        return Sequence(placement, [[] for _ in placement.ranks], name=self._made)
+
+    def fork(self, source: Sequence) -> Sequence:
+        """A sequence that begins as `source` does, in the same pages."""
+        self.check(source)
+        branch = self.new_on(source.placement)
+        branch.length, branch.hidden = source.length, source.hidden
+        branch.tables = [list(table) for table in source.tables]
+        for rank, table in zip(branch.placement.ranks, branch.tables, strict=True):
+            for page in table:
+                self.ledgers[rank].share(page)
+        return branch
+
+    def crop(self, sequence: Sequence, length: int) -> None:
+        """Keep the first `length` tokens."""
+        self.check(sequence)
+        if not 0 <= length <= sequence.length:
+            raise LongmeshError(
+                f"crop to {length} tokens: the sequence has {sequence.length}; give 0 to {sequence.length}"
+            )
+        placement = sequence.placement
+        for slot, table in enumerate(sequence.tables):
+            keep = placement.num_pages(slot, length)
+            self._drop(placement.ranks[slot], table[keep:])
+            del table[keep:]
+        sequence.length = length
+        sequence.hidden = tuple((a, min(b, length)) for a, b in sequence.hidden if a < length)
+        sequence.changed()
+
+    def free(self, sequence: Sequence) -> None:
+        """Give the sequence's pages back; it can't be used any more."""
+        self.crop(sequence, 0)
+        sequence.is_free = True
+
+    def reorder(self, sequences: Listed[Sequence], order: Listed[int]) -> list[Sequence]:
+        """``[sequences[i] for i in order]``: those that come again are forked, those that don't come are freed."""
+        for sequence in sequences:
+            self.check(sequence)
+        if any(not 0 <= i < len(sequences) for i in order):
+            raise LongmeshError(
+                f"reorder {list(order)}: there are {len(sequences)} sequences, 0 to {len(sequences) - 1}"
+            )
+        seen: set[int] = set()
+        found = []
+        for i in order:
+            found.append(self.fork(sequences[i]) if i in seen else sequences[i])
+            seen.add(i)
+        for i, sequence in enumerate(sequences):
+            if i not in seen:
+                self.free(sequence)
+        return found
+
+    def hide(self, sequence: Sequence, span: Span) -> None:
+        """No query sees these positions, which come after those that were hidden before."""
+        self.check(sequence)
+        if span[0] < span[1]:
+            sequence.hidden = (*sequence.hidden, span)
+
+    def extend(self, entries: Listed[tuple[Sequence, int]]) -> list[Copy]:
+        """Make room for new tokens at the end of sequences, and count them in; what must be copied before."""
+        self._check_entries(entries)
+        self._check_room(self.needed(entries))
+        copies: list[Copy] = []
+        for sequence, count in entries:
+            if count:
+                self._extend(sequence, count, copies)
+        return copies
+
+    def needed(self, entries: Iterable[tuple[Sequence, int]]) -> list[int]:
+        """How many free pages each rank must have for `extend`."""
+        needed = [0] * self.num_ranks
+        for sequence, count in entries:
+            placement, length = sequence.placement, sequence.length
+            page, width = placement.page, placement.width
+            if not count:
+                continue
+            first = -(-length // page)
+            for number in range(first, -(-(length + count) // page)):
+                needed[placement.ranks[number % width]] += 1
+            if length % page and self._is_shared(sequence):
+                needed[placement.owner(length)] += 1
+        return needed
+
+    def check(self, sequence: Sequence) -> None:
+        if sequence.is_free:
+            raise LongmeshError("this sequence was freed; make another one with pool.sequence()")
+
+    def _is_shared(self, sequence: Sequence) -> bool:
+        """Whether the page that the next token goes to is another sequence's too."""
+        slot = sequence.length // self.page % sequence.placement.width
+        return self.ledgers[sequence.placement.ranks[slot]].uses(sequence.tables[slot][-1]) > 1
+
+    def _extend(self, sequence: Sequence, count: int, copies: list[Copy]) -> None:
+        placement, length = sequence.placement, sequence.length
+        page, width = placement.page, placement.width
+        if length % page and self._is_shared(sequence):
+            slot = length // page % width
+            rank, source = placement.ranks[slot], sequence.tables[slot].pop()
+            target = self.ledgers[rank].take(sequence.tables[slot][-1] if sequence.tables[slot] else None)
+            self.ledgers[rank].drop(source)
+            sequence.tables[slot].append(target)
+            copies.append(Copy(rank, source, target))
+            sequence.changed()
+        first, last = -(-length // page), -(-(length + count) // page)
+        for number in range(first, last):
+            slot = number % width
+            table = sequence.tables[slot]
+            table.append(self.ledgers[placement.ranks[slot]].take(table[-1] if table else None))
+        if first < last:
+            sequence.changed()
+        sequence.length = length + count
+
+    def _drop(self, rank: int, pages: Listed[int]) -> None:
+        for page in pages:
+            if self.ledgers[rank].drop(page) and self.on_free is not None:
+                self.on_free(rank, page)
+
+    def _check_entries(self, entries: Listed[tuple[Sequence, int]]) -> None:
+        for sequence, count in entries:
+            self.check(sequence)
+            if count < 0:
+                raise LongmeshError(f"a step of {count} tokens; give 0 or more for each sequence")
+        if len({id(sequence) for sequence, _ in entries}) != len(entries):
+            raise LongmeshError("a step has the same sequence twice; give its new tokens in one entry")
+
+    def _check_room(self, needed: Listed[int]) -> None:
+        for rank, (pages, ledger) in enumerate(zip(needed, self.ledgers, strict=True)):
+            if pages > ledger.num_free:
+                raise LongmeshError(
+                    f"the pool is full: rank {rank} needs {pages} pages of {self.page} tokens for this step and has "
+                    f"{ledger.num_free} of {ledger.num_pages} left; free sequences, or give the pool more num_pages="
+                )

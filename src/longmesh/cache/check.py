@@ -1,0 +1,70 @@
+"""Checks of a step's calls: shapes before anything is sent, and whether all ranks were given the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longmesh.errors import LongmeshError
+
+if TYPE_CHECKING:
+    from longmesh.cache.step import Step
+
+
+def check_attend(
+    step: Step, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None
+) -> None:
+    """Raise if these can't be a step's queries, keys and values."""
+    rows = len(step.rows)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 3 or tensor.shape[0] != rows:
+            raise LongmeshError(
+                f"attend: {name} has shape {tuple(tensor.shape)}; this step has {rows} tokens here, so give "
+                f"({rows}, heads, head dim)"
+            )
+    if q.shape[2] != k.shape[2] or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+        raise LongmeshError(
+            f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: q and k must have one head dim, "
+            "k and v one number of heads, and the heads of q be a multiple of it"
+        )
+    check_mask(window, sinks, q.shape[1])
+
+
+def check_mask(window: int | None, sinks: Tensor | None, num_heads: int) -> None:
+    if window is not None and window < 1:
+        raise LongmeshError(
+            f"attend: window={window}; a query sees itself at least, so give 1 or more, or None"
+        )
+    if sinks is not None and tuple(sinks.shape) != (num_heads,):
+        raise LongmeshError(
+            f"attend: sinks of shape {tuple(sinks.shape)}; give one logit per query head, ({num_heads},)"
+        )
+
+
+def digest_of(*tensors: Tensor) -> int:
+    """A number below 2 ** 56 that is the same for the same bits."""
+    digest = hashlib.blake2b(digest_size=7)
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def refuse_differences(told: list[list[int]]) -> None:
+    """Raise, on all ranks, if they told different digests or states of their generators."""
+    if len(told) < 2:
+        return
+    for rank, (digest, state) in enumerate(told):
+        if digest != told[0][0]:
+            raise LongmeshError(
+                f"the ranks have parted: rank {rank} was given other new tokens than rank 0, or has other weights; "
+                "every rank must run the same model on the same tokens, and sample alike (torch.manual_seed)"
+            )
+        if state != told[0][1]:
+            raise LongmeshError(
+                f"the random generators of rank {rank} and rank 0 are in different states, so that they would sample "
+                "different tokens; call torch.manual_seed(seed) with the same seed on every rank before the first step"
+            )

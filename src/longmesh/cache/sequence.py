@@ -1,0 +1,64 @@
+"""A cached sequence: its length, where it lies, and which pages hold it on each rank. Bookkeeping, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass, field
+
+from longmesh.cache.placement import Placement, Span, without
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Made by a `PagePool` and changed by it alone. `tables[slot]` are the pages on ``placement.ranks[slot]``.
+
+    `hidden`: spans of positions that no query sees, such as padding.
+
+    >>> from longmesh.cache import PagePool
+    >>> pool = PagePool(mesh, num_pages=4, page=2, layers=1, kv_heads=1, head_dim=8)
+    >>> sequence = pool.sequence()
+    >>> pool.step([(sequence, 7)]).commit()
+    >>> len(sequence), sequence.placement.ranks, [len(pages) for pages in sequence.tables]
+    (7, (0, 1), [2, 2])
+    """
+
+    placement: Placement
+    tables: list[list[int]]
+    length: int = 0
+    hidden: tuple[Span, ...] = ()
+    is_free: bool = False
+    name: int = 0
+    _runs: dict[int, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def visible(self, start: int, stop: int) -> list[Span]:
+        """The positions from `start` up to `stop` that are not hidden, as spans."""
+        return without((start, stop), self.hidden) if self.hidden else [(start, stop)] * (start < stop)
+
+    def changed(self) -> None:
+        """Some table was changed."""
+        self._runs.clear()
+
+    def runs(self, slot: int) -> list[tuple[int, int]]:
+        """A slot's table as (first page, how many) of pages in a row."""
+        found = self._runs.get(slot)
+        if found is None:
+            found = self._runs[slot] = in_a_row(self.tables[slot])
+        return found
+
+
+def in_a_row(pages: Listed[int]) -> list[tuple[int, int]]:
+    """Pages that follow each other, as (first, how many).
+
+    >>> in_a_row([4, 5, 6, 2, 3])
+    [(4, 3), (2, 2)]
+    """
+    runs: list[tuple[int, int]] = []
+    for page in pages:
+        if runs and runs[-1][0] + runs[-1][1] == page:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((page, 1))
+    return runs

@@ -1,0 +1,193 @@
+"""Placement, pages and prefixes: arithmetic and bookkeeping, against counting token by token."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from longmesh.cache.book import Book
+from longmesh.cache.ledger import Ledger
+from longmesh.cache.placement import Placement, without
+from longmesh.cache.plan import StepPlan
+from longmesh.cache.prefix import PrefixIndex, page_hashes
+from longmesh.errors import LongmeshError
+
+sizes = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 3, 16, 256]), st.integers(0, 2000))
+
+
+@given(sizes)
+def test_local_counts_the_tokens_of_a_rank(size):
+    width, page, length = size
+    placement = Placement(tuple(range(width)), page)
+    owners = [p // page % width for p in range(length)]
+    for slot in range(width):
+        mine = [p for p in range(length) if owners[p] == slot]
+        assert placement.local(slot, length) == len(mine)
+        assert [placement.position(slot, i) for i in range(len(mine))] == mine
+        assert placement.num_pages(slot, length) == len({p // page for p in mine})
+    assert [placement.owner(p) for p in range(length)] == owners
+
+
+def test_local_after_tokens_were_taken_back_is_not_a_difference():
+    placement = Placement((0, 1), page=2)
+    assert placement.local(1, 4) == 2
+    assert placement.local(1, 4 - 3) == 0  # and not 2 - 3
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.lists(st.integers(0, 30), max_size=6))
+def test_without_is_set_difference(start, stop, ends):
+    ends = sorted(set(ends))
+    hidden = list(zip(ends[::2], ends[1::2], strict=False))
+    left = without((start, stop), hidden)
+    gone = {p for a, b in hidden for p in range(a, b)}
+    assert [p for a, b in left for p in range(a, b)] == [p for p in range(start, stop) if p not in gone]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 100)), max_size=80))
+def test_a_ledger_never_gives_a_page_twice(moves):
+    ledger, held = Ledger(12), []
+    for takes, number in moves:
+        if takes and ledger.num_free:
+            page = ledger.take(held[number % len(held)] if held else None)
+            assert page not in held
+            held.append(page)
+        elif held:
+            assert ledger.drop(held.pop(number % len(held)))
+        assert ledger.num_used == len(held)
+    for page in held:
+        ledger.drop(page)
+    assert [ledger.take(i - 1 if i else None) for i in range(12)] == list(range(12))
+
+
+def test_pages_of_a_growing_sequence_lie_in_a_row_beside_another_one():
+    book = Book(2, 64, 4)
+    one, two = book.new(), book.new()
+    for _ in range(12):
+        book.extend([(one, 4), (two, 4)])
+    assert [len(one.runs(slot)) for slot in (0, 1)] == [1, 1]
+    assert [len(two.runs(slot)) for slot in (0, 1)] == [1, 1]
+
+
+def test_a_shared_page_is_copied_before_it_is_written():
+    book = Book(2, 8, 4)
+    one = book.new()
+    assert book.extend([(one, 6)]) == []
+    two = book.fork(one)
+    (copy,) = book.extend([(two, 1)])
+    assert (copy.rank, copy.source) == (1, one.tables[1][0])
+    assert two.tables == [one.tables[0], [copy.target]]
+    assert book.extend([(one, 1)]) == []  # nobody shares it any more
+    book.free(one)
+    book.free(two)
+    assert book.num_used == 0
+
+
+def test_reorder_forks_what_comes_again_and_frees_what_does_not():
+    book = Book(3, 8, 2)
+    sequences = [book.new() for _ in range(3)]
+    book.extend([(s, n) for s, n in zip(sequences, (5, 2, 7), strict=True)])
+    found = book.reorder(sequences, [2, 2, 0])
+    assert [len(s) for s in found] == [7, 7, 5]
+    assert found[0] is sequences[2] and found[1] is not found[0] and found[1].tables == found[0].tables
+    with pytest.raises(
+        LongmeshError, match=r"this sequence was freed; make another one with pool.sequence\(\)"
+    ):
+        book.fork(sequences[1])
+    for sequence in found:
+        book.free(sequence)
+    assert book.num_used == 0
+
+
+def test_a_full_pool_says_so_and_changes_nothing():
+    book = Book(2, 2, 4)
+    one, two = book.new(), book.new()
+    book.extend([(one, 9)])
+    before = [list(table) for table in one.tables]
+    with pytest.raises(
+        LongmeshError, match=r"the pool is full: rank 0 needs 2 pages of 4 tokens .* has 0 of 2 left"
+    ):
+        book.extend([(one, 3), (two, 12)])
+    assert (one.tables, len(one), len(two)) == (before, 9, 0)
+
+
+def test_wrong_calls_are_refused():
+    book = Book(2, 2, 4)
+    one = book.new()
+    book.extend([(one, 3)])
+    for call, text in (
+        (lambda: book.crop(one, 4), "crop to 4 tokens: the sequence has 3; give 0 to 3"),
+        (lambda: book.extend([(one, -1)]), "a step of -1 tokens; give 0 or more"),
+        (lambda: book.extend([(one, 1), (one, 1)]), "a step has the same sequence twice"),
+        (lambda: book.reorder([one], [1]), r"reorder \[1\]: there are 1 sequences, 0 to 0"),
+        (lambda: book.new(3), "a sequence over 3 ranks; this pool has 2, so give 1 to 2"),
+        (lambda: Book(2, 2, 0), "PagePool: page=0; give a whole number, 1 or more"),
+        (lambda: Book(2, -1, 4), "PagePool: num_pages=-1; give a whole number, 0 or more"),
+        (lambda: PrefixIndex(book).remember(one, [1]), "was given 1 tokens of a sequence of 3"),
+    ):
+        with pytest.raises(LongmeshError, match=text):
+            call()
+
+
+def test_sequences_begin_where_the_fewest_pages_are():
+    book = Book(3, 100, 4)
+    for length in (1, 1, 1, 9, 2):
+        book.extend([(book.new(), length)])
+    used = [ledger.num_used for ledger in book.ledgers]
+    assert max(used) - min(used) <= 1
+
+
+def test_equal_beginnings_share_their_full_pages():
+    book = Book(2, 10, 4)
+    index = PrefixIndex(book)
+    tokens = list(range(11))
+    one = book.new()
+    book.extend([(one, 11)])
+    index.remember(one, tokens)
+    two = index.find([*range(8), 99, 98, 97, 96])
+    assert two is not None
+    assert (len(two), two.tables) == (8, [one.tables[0][:1], one.tables[1][:1]])
+    assert index.find([1, 2, 3, 4]) is None
+    book.free(one)
+    book.free(two)
+    assert book.num_used == 0
+    assert index.find(tokens) is None
+    assert page_hashes([1, 2, 3, 4], 2)[0] == page_hashes([1, 2, 9, 9], 2)[0]
+    assert page_hashes([1, 2, 3, 4], 2)[1] != page_hashes([9, 9, 3, 4], 2)[1]
+
+
+@given(
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 5]),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 7)), min_size=1, max_size=4),
+    st.sampled_from([None, 1, 3, 8]),
+)
+def test_who_takes_part_follows_from_every_pair(ranks, page, sequences, window):
+    book = Book(ranks, 200, page)
+    entries = []
+    for cached, new in sequences:
+        sequence = book.new()
+        book.extend([(sequence, cached)])
+        book.extend([(sequence, new)])
+        entries.append((sequence, new))
+    plan = StepPlan(entries, ranks)
+    shares = plan.shares(window)
+    for rank in range(ranks):
+        rows = []
+        for entry in plan.entries:
+            seen = {
+                p
+                for q in range(entry.start, entry.stop)
+                for p in range(0 if window is None else max(0, q - window + 1), q + 1)
+                if entry.sequence.placement.owner(p) == rank
+            }
+            rows += range(entry.row, entry.row + entry.num_tokens) if seen else []
+            found = [keys for keys in shares.keys(rank) if keys.entry is entry]
+            assert len(found) == bool(seen)
+            for _, slot, spans in found:
+                at = [entry.sequence.placement.position(slot, i) for a, b in spans for i in range(a, b)]
+                assert at == sorted(seen)
+        assert np.array_equal(shares.rows(rank), rows)
+        assert shares.num_rows[rank] == len(rows)
+    written = sorted(
+        w.row + i for rank in range(ranks) for w in plan.writes(rank) for i in range(w.num_tokens)
+    )
+    assert written == list(range(plan.num_rows))

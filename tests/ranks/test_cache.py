@@ -1,0 +1,156 @@
+"""Steps over a sharded cache against dense float64 attention: ranks, pages, heads and masks; the same bits on all."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longmesh.cache import PagePool
+from longmesh.comm import record_comm
+from longmesh.errors import LongmeshError
+from longmesh.testing import cpu_mesh
+from support.cache_reference import Dense
+
+# (page, query heads, key heads, head dim, value head dim)
+SHAPES = ((1, 4, 4, 8, 8), (16, 6, 3, 8, 8), (256, 4, 1, 8, 16), (2, 5, 5, 16, 8), (3, 8, 2, 8, 8))
+# new tokens of two sequences, step after step
+STEPS = ((3, 1), (1, 0), (17, 40), (1, 1), (5, 2), (0, 1), (33, 1), (1, 1))
+MASKS = (
+    {},
+    {"window": 1},
+    {"window": 5},
+    {"window": 40},
+    {"softcap": 3.0},
+    {"sinks": True, "window": 7},
+    {"scale": 0.3},
+)
+
+
+def run_steps(ranks: int, shape, options, dtype, cut: bool) -> tuple[float, list[torch.Tensor]]:
+    """The largest difference from the reference, and the results of all steps."""
+    page, H, G, D, E = shape
+    mesh = cpu_mesh(ranks)
+    torch.manual_seed(1)
+    pool = PagePool(
+        mesh, num_pages=130, page=page, layers=2, kv_heads=G, head_dim=D, v_head_dim=E, dtype=dtype
+    )
+    sequences = [pool.sequence(), pool.sequence()]
+    reference = [[Dense() for _ in sequences] for _ in range(2)]
+    options = dict(options)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.randn(H).to(dtype)
+    worst, results = 0.0, []
+    for counts in STEPS:
+        step = pool.step(list(zip(sequences, counts, strict=True)), cut=cut)
+        for layer in range(2):
+            q, k, v = (
+                torch.randn(sum(counts), n, d, dtype=torch.float64).to(dtype)
+                for n, d in ((H, D), (G, D), (G, E))
+            )
+            rows = step.rows
+            out = step.attend(layer, q[rows], k[rows], v[rows], **options)
+            parts = zip(reference[layer], *(t.split(counts) for t in (q, k, v)), strict=True)
+            wanted = torch.cat([dense.append(a, b, c, **options) for dense, a, b, c in parts])[rows]
+            assert out.dtype == dtype
+            assert out.shape == wanted.shape
+            worst = max(worst, (out.double() - wanted).abs().max().item() if out.numel() else 0.0)
+            results.append(out)
+        step.commit()
+    return worst, results
+
+
+# Every mask with two of the shapes.
+CASES = [(SHAPES[(i + shift) % len(SHAPES)], options) for i, options in enumerate(MASKS) for shift in (0, 2)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_steps_are_dense_attention_and_the_same_bits_on_every_rank(pool, ranks):
+    for shape, options in CASES:
+        found = pool.run(run_steps, ranks, shape, options, torch.float64, False, ranks=ranks, timeout=120.0)
+        assert max(worst for worst, _ in found) < 1e-12, (shape, options)
+        for _, results in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results, found[0][1], strict=True)), (shape, options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_cut_queries_are_dense_attention(pool, ranks):
+    for shape, options in CASES:
+        found = pool.run(run_steps, ranks, shape, options, torch.float64, True, ranks=ranks, timeout=120.0)
+        assert max(worst for worst, _ in found) < 1e-12, (shape, options)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_lower_precision(pool, dtype, most):
+    """bf16 has 8 bits: keys and results are rounded to it, sums are not."""
+    for worst, _ in pool.run(run_steps, 3, (16, 8, 2, 16, 16), {}, dtype, False, ranks=3, timeout=120.0):
+        assert worst < most
+
+
+def planned_and_recorded(ranks: int, window) -> list[tuple[int, int, dict]]:
+    pool = PagePool(cpu_mesh(ranks), num_pages=9, page=4, layers=1, kv_heads=2, head_dim=8)
+    sequences = [pool.sequence(), pool.sequence(width=1)]
+    torch.manual_seed(0)
+    found = []
+    for counts in ((9, 3), (1, 1), (1, 1), (2, 1)):
+        step = pool.step(list(zip(sequences, counts, strict=True)))
+        q, k, v = (torch.randn(sum(counts), heads, 8) for heads in (4, 2, 2))
+        planned = step.sent_bytes(4, 8, torch.float32, window=window)
+        with record_comm() as log:
+            step.attend(0, q, k, v, window=window)
+        step.commit()
+        found.append((planned, log.total_bytes, log.counts))
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_one_collective_per_layer_and_exactly_the_planned_bytes(pool, ranks, window):
+    for found in pool.run(planned_and_recorded, ranks, window, ranks=ranks):
+        for planned, recorded, counts in found:
+            assert planned == recorded
+            assert sum(counts.values()) == (1 if ranks > 1 else 0)
+
+
+def silent_rank(ranks: int) -> list[int]:
+    """What each rank sends for one token with a window inside one page: notes apart, only the page's rank."""
+    pool = PagePool(cpu_mesh(ranks), num_pages=9, page=8, layers=2, kv_heads=1, head_dim=8)
+    sequence = pool.sequence()
+    torch.manual_seed(0)
+    for count in (12, 1):
+        step = pool.step([(sequence, count)])
+        q, k, v = (torch.randn(count, 1, 8) for _ in range(3))
+        step.attend(0, q, k, v, window=3)
+        with record_comm() as log:
+            step.attend(1, q, k, v, window=3)
+        step.commit()
+    return log.total_bytes
+
+
+def test_a_rank_without_visible_keys_sends_nothing(pool):
+    assert pool.run(silent_rank, 3, ranks=3) == [0, 9 * 4 * 2, 0]
+
+
+def part_ways(ranks: int, what: str) -> str:
+    pool = PagePool(cpu_mesh(ranks), num_pages=4, page=4, layers=1, kv_heads=1, head_dim=8)
+    torch.manual_seed(dist.get_rank() if what == "state" else 0)
+    generator = torch.Generator().manual_seed(7)
+    sequence = pool.sequence()
+    for number in range(3):
+        step = pool.step([(sequence, 1)])
+        q, k, v = (torch.randn(1, 1, 8, generator=generator) for _ in range(3))
+        if what == "tokens" and number == 2 and dist.get_rank() == 1:
+            k = k + 1
+        try:
+            step.attend(0, q, k, v)
+        except LongmeshError as error:
+            return f"{number}: {error}"
+        step.commit()
+    return "no error"
+
+
+def test_ranks_that_part_are_an_error_on_all(pool):
+    for text in pool.run(part_ways, 2, "tokens", ranks=2):
+        assert text.startswith("2: the ranks have parted: rank 1 was given other new tokens than rank 0")
+        assert "torch.manual_seed" in text
+    for text in pool.run(part_ways, 2, "state", ranks=2):
+        assert text.startswith("0: the random generators of rank 1 and rank 0 are in different states")
+    assert pool.run(part_ways, 2, "nothing", ranks=2) == ["no error"] * 2
