@@ -22,7 +22,7 @@ REFERENCE = {
     "longmesh.interop": ("bridges",),
     "longmesh.parallel": ("parallel",),
     "longmesh.recurrent": ("recurrent",),
-    "longmesh.cache": ["cache"],
+    "longmesh.cache": ("cache",),
     "longmesh.testing": ("testing",),
 }
 
