@@ -21,7 +21,7 @@ from longmesh.debug.explanation import ExplainedOp, Explanation, Redistribution,
 from longmesh.debug.op_watch import OpWatch, WatchedOp
 from longmesh.plan import RedistributePlan, plan_redistribute
 from longmesh.spec import Layout
-from longmesh.tensor.steps import Redistribute
+from longmesh.tensor.sending_steps import Redistribute
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

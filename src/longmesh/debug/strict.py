@@ -5,7 +5,8 @@ from __future__ import annotations
 from longmesh.debug.op_watch import OpWatch, WatchedOp
 from longmesh.errors import LongmeshError
 from longmesh.plan.render import format_bytes
-from longmesh.tensor.steps import Redistribute, Step
+from longmesh.tensor.sending_steps import Redistribute
+from longmesh.tensor.steps import Step
 
 
 class strict(OpWatch):

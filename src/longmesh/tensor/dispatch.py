@@ -34,7 +34,8 @@ from longmesh.tensor.op_plan import OpPlan, Output, execute, finish, wrap
 from longmesh.tensor.plain import common_mesh, replicate_plain, value_of, writes_plain
 from longmesh.tensor.planner import USUAL, Planner, Unplannable, slots_for_metas
 from longmesh.tensor.propagate import Choice, choose
-from longmesh.tensor.steps import GivenCall, LocalCall, Redistribute, Step
+from longmesh.tensor.sending_steps import Redistribute
+from longmesh.tensor.steps import GivenCall, LocalCall, Step
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.tree import all_tensors, map_tensors
 

@@ -38,21 +38,8 @@ from longmesh.tensor.meta import contiguous_stride
 from longmesh.tensor.op_facts import decomposition_of, facts_of, quick_call, result_on_meta
 from longmesh.tensor.op_plan import NOTHING, Given, OpPlan, Output, Whole
 from longmesh.tensor.propagate import choose
-from longmesh.tensor.steps import (
-    ApplyMask,
-    Attend,
-    Exchange,
-    Forget,
-    Gather,
-    Halo,
-    LocalCall,
-    Recall,
-    Redistribute,
-    RunOps,
-    Slot,
-    Step,
-    drops,
-)
+from longmesh.tensor.sending_steps import Attend, Exchange, Gather, Halo, Recall, Redistribute
+from longmesh.tensor.steps import ApplyMask, Forget, LocalCall, RunOps, Slot, Step, drops
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.tree import all_tensors, map_tensors
 

@@ -26,7 +26,7 @@ from longmesh.comm import run_plan
 from longmesh.errors import LongmeshError
 from longmesh.tensor.dtensor import DTensor, wrap
 from longmesh.tensor.op_facts import functional_form, is_view, written_arguments
-from longmesh.tensor.steps import version_of
+from longmesh.tensor.sending_steps import version_of
 from longmesh.tensor.tree import all_tensors
 
 aten = torch.ops.aten
