@@ -129,9 +129,10 @@ def copies(x, y):
 
 
 def foreach(x, y):
-    a, b = x[:1], x[1:]
+    a, b, held = x[:1], x[1:], x[-1:]
+    torch._foreach_mul_([x, y], 0.5)
     torch._foreach_mul_([a, b], [y[:1], y[1:]])
-    return x, a, b
+    return x, a, b, held
 
 
 PROGRAMS = [

@@ -21,6 +21,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from longmesh._torch import increment_version
 from longmesh.comm import comm_of
 from longmesh.rules import Rule, find_rule
 from longmesh.tensor.by_rule import describe_call, local_form, pends_more
@@ -28,7 +29,13 @@ from longmesh.tensor.direct import no_active_modes
 from longmesh.tensor.dtensor import DTensor, Factor
 from longmesh.tensor.mask_buffer import without_mask
 from longmesh.tensor.one_by_one import plan_one_by_one, plan_through_views
-from longmesh.tensor.op_facts import OpFacts, decomposition_of, facts_of, is_pointwise
+from longmesh.tensor.op_facts import (
+    OpFacts,
+    decomposition_of,
+    facts_of,
+    is_pointwise,
+    written_arguments,
+)
 from longmesh.tensor.op_key import describe, describe_named, exact_key
 from longmesh.tensor.op_plan import OpPlan, Output, execute, finish, wrap
 from longmesh.tensor.plain import common_mesh, replicate_plain, value_of, writes_plain
@@ -57,13 +64,14 @@ BY_VALUE = object()
 class OpTable:
     """What is known of one op. `reads_floats`: whether its plans depend on the values of floats."""
 
-    __slots__ = ("func", "note", "reads_floats", "writes")
+    __slots__ = ("func", "note", "reads_floats", "writes", "writes_lists")
 
     def __init__(self, func: OpOverload, note: Note | None) -> None:
         self.func = func
         self.note = note
         self.reads_floats = not is_pointwise(func)
         self.writes = func._schema.is_mutable
+        self.writes_lists = self.writes and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
 
 
 class Recipe:
@@ -125,8 +133,8 @@ class Dispatcher:
         lead = parts[1]
         if type(lead) is not TensorLayout:
             lead = _lead_of(parts)
-        if table.writes and torch.is_inference_mode_enabled():
-            lead.comm.num_writes += 1
+        if table.writes:
+            _count_writes(table, lead, args, kwargs or {})
         try:
             plan = lead.plans.get(key)
         except TypeError:  # symbolic sizes don't hash
@@ -348,6 +356,15 @@ class Dispatcher:
         if rule.reads_sizes or choice.inputs != layouts or any(entry.even for entry in choice.lines):
             return plan, None, by_value
         return plan, Recipe(func, facts, rule, choice, plan), by_value
+
+
+def _count_writes(table: OpTable, lead: TensorLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count the writes that torch does not: in inference mode, and of subclasses in lists of tensors."""
+    if torch.is_inference_mode_enabled():
+        lead.comm.num_writes += 1
+    if table.writes_lists:
+        written = {id(t): t for t in all_tensors(written_arguments(table.func, args, kwargs))}
+        increment_version([t for t in written.values() if not t.is_inference()])
 
 
 def _are_simple(tensors: list[Any]) -> bool:
