@@ -9,11 +9,13 @@ refuses. `Plain` and `Sharded` are the two meanings of the few names that differ
 """
 
 import copy
+import io
 import random
 import tempfile
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from longmesh import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -49,7 +51,8 @@ class Plain:
     def names(self):
         return {
             "torch": torch, "F": F, "copy": copy, "normal": normal, "put": self.put, "leaf": self.leaf,
-            "move": self.move, "saved": self.saved, "compiled": self.compiled,
+            "move": self.move, "saved": self.saved, "compiled": self.compiled, "load_into": self.load_into,
+            "pickled": self.pickled,
         }  # fmt: skip
 
     def put(self, whole, layout):
@@ -62,6 +65,13 @@ class Plain:
         return x.clone()
 
     def saved(self, x, layout):
+        return x.detach().clone()
+
+    def load_into(self, x, value):
+        with torch.no_grad():
+            x.copy_(value)
+
+    def pickled(self, x):
         return x.detach().clone()
 
     def compiled(self, fn, *args):
@@ -89,16 +99,24 @@ class Sharded(Plain):
         return x.redistribute(placements=self.placements(layout)).clone()
 
     def saved(self, x, layout):
-        import torch.distributed as dist
+        made = distribute_tensor(torch.zeros(x.shape, dtype=x.dtype), self.mesh, self.placements(layout))
+        self._through_files(x.detach(), made)
+        return made
 
+    def load_into(self, x, value):
+        self._through_files(distribute_tensor(value, self.mesh), x.detach())
+
+    def _through_files(self, x, target):
         names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(names)
-        save({"x": x.detach()}, f"{names[0]}/point")
-        state = {
-            "x": distribute_tensor(torch.zeros(x.shape, dtype=x.dtype), self.mesh, self.placements(layout))
-        }
-        load(state, f"{names[0]}/point")
-        return state["x"]
+        save({"x": x}, f"{names[0]}/point")
+        load({"x": target}, f"{names[0]}/point")
+
+    def pickled(self, x):
+        file = io.BytesIO()
+        torch.save(x.detach(), file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
 
     def compiled(self, fn, *args):
         torch._dynamo.reset()
@@ -239,7 +257,11 @@ class _Writer:
             f"{name}.reshape(-1)", f"{name}.flatten()", f"{name}.squeeze()", f"{name}.movedim(0, -1)",
             f"{name}.narrow({dim}, {start}, {size - start})", f"{name}.chunk(2, {dim})[0]", f"{name}.unbind({dim})[-1]",
             f"{name}.split(2, {dim})[-1]", f"{name}.expand(2, *{name}.shape)", f"{name}.view(-1)", f"{name}.t()",
-            f"{name}[{lead}{start}:{start + 1}, None]", f"{name}.select({dim}, {start})",
+            f"{name}[{lead}{start}:{start + 1}, None]", f"{name}.select({dim}, {start})", f"{name}.diagonal()",
+            f"{name}[{lead}{start}:].reshape(-1)", f"{name}.swapdims({dim}, {other})[{start}:]", f"{name}.detach()",
+            f"{name}.{'detach()' if x.requires_grad else 'data'}[{start}:]", f"{name}.unflatten({dim}, (-1, 1))",
+            f"{name}[None][..., {start}:]",
+            f"{name}.detach()[{lead}{start}]",
         ])  # fmt: skip
 
     def write(self):
@@ -259,8 +281,27 @@ class _Writer:
         op = self.random.choice([
             "add_(1)", "mul_(0.5)", "zero_()", "fill_(0.3)", "relu_()", "neg_()", f"add_({other})", f"copy_({other})",
             f"mul_({other})", "clamp_(-1, 1)", f"add_({other}, alpha=0.5)", "sub_(0.1)", "tanh_()",
+            # A DTensor's data counts writes, so autograd refuses some that plain torch lets through.
+            "detach().mul_(0.5)" if x.requires_grad else "data.mul_(0.5)", "detach().add_(0.25)",
+            "unsqueeze_(0)", "squeeze_()", "t_()",
         ])  # fmt: skip
         return f"{target}.{op}"
+
+    def write_beside_autograd(self):
+        """Writes that autograd does not see: also to leaves."""
+        (name, x), (other, y) = self.pick(), self.pick()
+        if (
+            x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+        ):  # lists that overlap mean nothing
+            return None
+        return self.random.choice([
+            f"with torch.no_grad(): {name}.mul_(0.9)",
+            f"with torch.no_grad(): torch._foreach_mul_([{name}, {other}], 0.5)",
+            f"with torch.no_grad(): {name}.copy_({other})", f"{name}.data = {name}.data * 0.5",
+            f"{self.fresh()} = torch.nn.Parameter({name}.detach())",
+            f"with torch.inference_mode(): {name}.detach()[:1].add_(1)",
+            f"with torch.inference_mode(): {self.fresh()} = {name}[1:] * 2",
+        ])  # fmt: skip
 
     def gradient(self):
         found = self.pick(lambda t: t.requires_grad and t.is_floating_point())
@@ -303,24 +344,28 @@ class _Writer:
         form = self.random.choice([
             *[f"move({name}, {layout})"] * 3, f"copy.deepcopy({name}.detach())", f"torch.zeros_like({name})",
             f"torch.cat([{name}, {name}])", f"torch.stack([{name}, {name}], -1)", f"{name}.data + 1",
-            f"{name}.new_ones({tuple(x.shape)}) * {name}", f"F.pad({name}, (1, 0))",
+            f"{name}.new_ones({tuple(x.shape)}) * {name}", f"F.pad({name}, (1, 0))", f"pickled({name})",
+            f"F.embedding(torch.tensor([[0, 1], [1, 0]]), {name})",
         ])  # fmt: skip
         return f"{self.fresh()} = {form}"
 
     def rare(self):
         name, x = self.pick()
-        if self.random.random() < 0.5:
+        if self.random.random() < 0.3:
             return f"{self.fresh()} = saved({name}, {self.layout(x.ndim)})"
-        body = self.random.choice(
-            ["x.tanh() * 2", "x.square().sum()", "(x + 1).relu().mean()", "x * x.sigmoid()"]
-        )
+        if self.random.random() < 0.3:
+            return f"load_into({name}, normal({self.random.randrange(1000)}, {tuple(x.shape)}))"
+        body = self.random.choice([
+            "x.tanh() * 2", "x.square().sum()", "(x + 1).relu().mean()", "x * x.sigmoid()", "x.mul_(0.5).sum()",
+            "x[1:].sum() + x[:1].square().sum()",
+        ])  # fmt: skip
         return f"{self.fresh()} = compiled(lambda x: {body}, {name})"
 
 
 KINDS = (
     (_Writer.make, 3), (_Writer.unary, 5), (_Writer.binary, 5), (_Writer.product, 3), (_Writer.reduction, 5),
     (_Writer.view, 6), (_Writer.write, 6), (_Writer.gradient, 5), (_Writer.optimize, 1), (_Writer.copied, 4),
-    (_Writer.rare, 0.25),
+    (_Writer.write_beside_autograd, 1), (_Writer.rare, 0.25),
 )  # fmt: skip
 
 
