@@ -1,0 +1,83 @@
+"""A tiny random transformer of diffusers over latents that are cut: outputs and gradients are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import longmesh.diffusers
+from longmesh.errors import LongmeshError
+from longmesh.testing.mesh import cpu_mesh
+
+pytest.importorskip("diffusers", reason="the extra diffusers is not installed")
+
+from diffusers import FluxTransformer2DModel, UNet2DModel, WanTransformer3DModel
+
+
+def tiny_wan() -> nn.Module:
+    torch.manual_seed(0)
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=16, ffn_dim=32, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32,
+    ).double()  # fmt: skip
+
+
+def run(model: nn.Module, shape: tuple[int, ...], text: int) -> list[torch.Tensor]:
+    """The output, and the gradients of the latents, the text and the parameters."""
+    torch.manual_seed(1)
+    latents = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    words = torch.randn(shape[0], text, 16, dtype=torch.float64, requires_grad=True)
+    out = model(latents, torch.tensor([7] * shape[0]), words, return_dict=False)[0]
+    loss = (out * torch.randn(out.shape, dtype=out.dtype)).sum()
+    wanted = [latents, words, *(p for p in model.parameters() if p.requires_grad)]
+    return [out.detach(), *(g for g in torch.autograd.grad(loss, wanted, allow_unused=True) if g is not None)]
+
+
+def check(ranks: int) -> int:
+    """Compare with the model by itself, in this process. Collective."""
+    model = tiny_wan()
+    # Tokens: 3 * 3 * 5 = 45, 1 * 1 * 1 on several ranks, 2 * 2 * 2; texts as long as a rank's tokens among them.
+    cases = [((1, 4, 3, 6, 10), 7), ((2, 4, 1, 2, 2), 5), ((1, 4, 2, 4, 4), 8 // ranks)]
+    for shape, text in cases:
+        want = run(model, shape, text)
+        handle = longmesh.diffusers.context_parallel(model, cpu_mesh(ranks))
+        got = run(model, shape, text)
+        for grad in got[1:]:
+            torch.distributed.all_reduce(grad)
+        for a, b in zip(got, want, strict=True):
+            # The model computes its norms and gates in float32, whatever its own dtype.
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        handle.remove()
+        assert all(torch.equal(a, b) for a, b in zip(run(model, shape, text), want, strict=True))
+    return len(cases)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_self_and_cross_attention_are_exact(pool, ranks):
+    assert pool.run(check, ranks, ranks=ranks, timeout=120.0) == [3] * ranks
+
+
+def refuse() -> list[str]:
+    flux = FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+    unet = UNet2DModel(
+        sample_size=8, block_out_channels=(8,), down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",),
+        norm_num_groups=4,
+    )  # fmt: skip
+    said = []
+    for model in (flux, unet, nn.Linear(2, 2)):
+        try:
+            longmesh.diffusers.context_parallel(model, cpu_mesh(2))
+        except LongmeshError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_is_not_supported_is_refused_by_name(pool):
+    for joint, planless, no_model in pool.run(refuse, ranks=2, timeout=60.0):
+        assert "FluxTransformer2DModel attends to latents and text as one joint sequence" in joint
+        assert "UNet2DModel does not say where its sequence can be cut" in planless
+        assert "Linear is neither a transformer of diffusers nor a pipeline that has one" in no_model
