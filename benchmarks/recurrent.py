@@ -1,11 +1,13 @@
 """Recurrent layers: 2 ranks x 1 thread against the same kernels in one process x 2 threads, and other figures.
 
-    python benchmarks/recurrent.py [--tokens 16384] [--repeat 3]
+    python benchmarks/recurrent.py [--tokens 16384] [--repeat 3] [--part kernels|growth|hybrid]
 
 `ratio` is the median over repetitions of forward + backward, both sides in turn. `per token` is the time of one process
 for a token of a sequence 4 times as long, over that for a token of the short one: 1 means that time grows with the
 length and no more. The gated delta rule is also compared with transformers' own torch path, whose backward grows with
-the square. `error` is that of fp32 on 1 rank and on 8 against fp64, the worst output over the largest.
+the square. `growth` compares 64 Ki tokens with 4 Ki. `hybrid` is a train step of 3 layers of the gated delta rule with
+their convolutions to 1 of attention. `error` is that of fp32 on 1 rank and on 8 against fp64, the worst output over the
+largest.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from longmesh.attention import ContextParallel, masks
 from longmesh.recurrent import RecurrentParallel
 from longmesh.testing import RankPool, cpu_mesh
 
@@ -118,14 +121,114 @@ def error(ranks: int, kernel: str, tokens: int) -> float:
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
+class Layer(torch.nn.Module):
+    """Attention, or a gated delta rule behind a short convolution; then a feed-forward part."""
+
+    def __init__(self, is_attention: bool) -> None:
+        super().__init__()
+        dim = HEADS * DIM
+        self.is_attention = is_attention
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(dim) for _ in range(2))
+        self.qkv, self.gates = torch.nn.Linear(dim, 3 * dim), torch.nn.Linear(dim, 2 * HEADS)
+        self.conv = torch.nn.Parameter(torch.randn(3 * dim, 4) / 4)
+        self.out = torch.nn.Linear(dim, dim)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(dim, 4 * dim), torch.nn.GELU(), torch.nn.Linear(4 * dim, dim)
+        )
+
+    def forward(self, x: Tensor, rp: RecurrentParallel, cp: ContextParallel) -> Tensor:
+        h = self.norms[0](x)
+        qkv = self.qkv(h)
+        if self.is_attention:
+            q, k, v = (part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in qkv.chunk(3, -1))
+            mixed = cp(q, k, v).transpose(1, 2).flatten(2)
+        else:
+            qkv = rp.causal_conv1d(qkv.mT, self.conv, None, "silu").mT
+            q, k, v = (part.unflatten(-1, (HEADS, DIM)) for part in qkv.chunk(3, -1))
+            g, beta = self.gates(h).chunk(2, -1)
+            k = torch.nn.functional.normalize(k, dim=-1)
+            out = rp.gated_delta_rule(q, k, v, -torch.nn.functional.softplus(g), beta.sigmoid())
+            mixed = out.flatten(2)
+        x = x + self.out(mixed)
+        return x + self.mlp(self.norms[1](x))
+
+
+@functools.cache
+def prepared_hybrid(ranks: int, tokens: int) -> tuple:
+    mesh = cpu_mesh(ranks) if ranks else None
+    rp = RecurrentParallel(mesh, seq_len=tokens)
+    cp = ContextParallel(
+        mesh, seq_len=tokens, mask=masks.causal(), layout="ordered", num_heads=HEADS, head_dim=DIM
+    )
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(Layer(is_attention) for is_attention in (False, False, False, True))
+    x = rp.shard(torch.randn(1, tokens, HEADS * DIM), 1).contiguous()
+    return model, torch.optim.AdamW(model.parameters()), x, rp, cp
+
+
+def hybrid_step(ranks: int, tokens: int) -> float:
+    """Seconds of one train step: forward, backward, sum of gradients, optimizer."""
+    model, optimizer, x, rp, cp = prepared_hybrid(ranks, tokens)
+    start = time.perf_counter()
+    out = x
+    for layer in model:
+        out = layer(out, rp, cp)
+    out.square().sum().div(tokens).backward()
+    if ranks:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                torch.distributed.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - start
+
+
+def hybrid(tokens: int, repeat: int) -> None:
+    with RankPool(2) as pool:
+        torch.set_num_threads(2)
+        pairs = []
+        for _ in range(repeat + 1):
+            alone = hybrid_step(0, tokens)
+            pairs.append((alone, max(pool.run(hybrid_step, 2, tokens, ranks=2, timeout=600.0))))
+    alone, together = (statistics.median(side) for side in zip(*pairs[1:], strict=True))
+    ratio = statistics.median(b / a for a, b in pairs[1:])
+    print(
+        f"hybrid train step, 3 recurrent : 1 attention, {tokens} tokens: 2 ranks {together:.2f} s, one process "
+        f"{alone:.2f} s: {ratio:.2f}"
+    )
+
+
+def growth(repeat: int) -> None:
+    """Time of a token at 64 Ki tokens over that at 4 Ki, one process."""
+    torch.set_num_threads(2)
+    for kernel in KERNELS:
+        ratios = []
+        for _ in range(repeat + 1):
+            # As much work on both sides, or the short one is all caches and start-up.
+            short = sum(step(0, kernel, 4096) for _ in range(16))
+            ratios.append(step(0, kernel, 65536) / short)
+        print(f"{kernel}: 64 Ki tokens / 4 Ki, per token: {statistics.median(ratios[1:]):.2f}", flush=True)
+        prepared.cache_clear()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--part", choices=("kernels", "growth", "hybrid"), default="kernels")
     options = parser.parse_args()
-    tokens, short = options.tokens, options.tokens // 4
+    if options.part == "hybrid":
+        hybrid(options.tokens, options.repeat)
+    elif options.part == "growth":
+        growth(options.repeat)
+    else:
+        kernels(options.tokens, options.repeat)
+
+
+def kernels(tokens: int, repeat: int) -> None:
+    short = tokens // 4
     table = Table("kernel", "one process s", "2 ranks s", "ratio", "per token", "error 1", "error 8")
     with RankPool(8) as many:
         errors = {
@@ -138,7 +241,7 @@ def main() -> None:
         torch.set_num_threads(2)
         for kernel in KERNELS:
             pairs, shorts = [], []
-            for _ in range(options.repeat + 1):
+            for _ in range(repeat + 1):
                 alone = step(0, kernel, tokens)
                 together = max(pool.run(step, 2, kernel, tokens, ranks=2, timeout=600.0))
                 pairs.append((alone, together))
