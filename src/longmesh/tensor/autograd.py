@@ -22,7 +22,7 @@ from longmesh.comm.verify import broadcast_replicas, verify_local_shapes
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial, Placement, Replicate
 from longmesh.tensor.arguments import normalize_placements
-from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.dtensor import DTensor, wrap
 from longmesh.tensor.foreign import refuse_transformed
 from longmesh.tensor.mask_buffer import without_mask
 from longmesh.tensor.meta import (
@@ -184,6 +184,11 @@ def current_part(tensor: DTensor) -> torch.Tensor:
     if tensor._origin is not None:
         refresh(tensor)
     return tensor._local_tensor
+
+
+def copy_of_view(view: DTensor) -> DTensor:
+    """What a view shows, in memory of its own. Collective where the view has to be read again."""
+    return wrap(current_part(view).clone(), view._tensor_layout.as_copied_view(False))
 
 
 def check_current(tensor: DTensor) -> None:

@@ -162,7 +162,7 @@ class DTensor(torch.Tensor):
                 "copy_(), or wrap it with DTensor.from_local or distribute_tensor"
             )
         if value._origin is not None:
-            value = value.detach().clone()
+            value = autograd.copy_of_view(value)
         value._apply_lookup_mask()
         torch.Tensor.data.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
         self._local_tensor, self._tensor_layout = value._local_tensor, value._tensor_layout
