@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import longmesh
 from longmesh import DTensor, Layout, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from longmesh.comm import record_comm
+from longmesh.comm import comm_of, record_comm
 from longmesh.errors import LongmeshError, NotDistributedError
 from longmesh.tensor.tensor_layout import tensor_layout
 from longmesh.testing import RankError, cpu_mesh
@@ -321,7 +321,7 @@ def test_mistakes_say_what_is_wrong_and_what_to_do_on_all_ranks(pool):
 def outside():
     mesh = DeviceMesh("cpu", torch.tensor([0, 1]))
     if dist.get_rank() == 2:
-        return error_text(lambda: distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        return error_text(lambda: comm_of(mesh))
     return distribute_tensor(torch.ones(4), mesh, [Shard(0)]).full_tensor().tolist()
 
 
@@ -329,7 +329,7 @@ def test_a_rank_outside_the_mesh(pool):
     results = pool.run(outside, ranks=3)
     assert results[:2] == [[1.0] * 4] * 2
     assert results[2] == (
-        "NotDistributedError: rank 2 is not in the mesh [0, 1]; make and move this tensor only on the mesh's own ranks"
+        "NotDistributedError: rank 2 is not in the mesh [0, 1]; call this on the mesh's own ranks only"
     )
 
 

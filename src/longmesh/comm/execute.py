@@ -27,7 +27,9 @@ def run_plan(
     plan: RedistributePlan, local: torch.Tensor, comm: MeshComm, *, async_op: bool = False
 ) -> torch.Tensor:
     """This rank's tensor after the plan. With `async_op` the last collective may still be under way:
-    the result waits for it when first used."""
+    the result waits for it when first used. On a rank outside of the mesh nothing happens."""
+    if not comm.is_member:
+        return local
     if is_recording():
         tell_redistribute(plan, local)
     last = len(plan.steps) - 1

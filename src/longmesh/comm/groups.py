@@ -38,8 +38,16 @@ class AxisGroup:
         return len(self.members)
 
 
+class _Nobody:
+    """In the place of a process group on a rank that is not in it."""
+
+
 class MeshComm:
-    """What this process needs to communicate on one DeviceMesh: its coordinate and its groups."""
+    """What this process needs to communicate on one DeviceMesh: its coordinate and its groups.
+
+    On a rank that is not in the mesh `is_member` is False, and coordinate and groups are those of the mesh's first
+    rank: what is planned with them is what the mesh's ranks plan, and nothing can be sent.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         if not dist.is_initialized():
@@ -48,13 +56,9 @@ class MeshComm:
                 "or call torch.distributed.init_process_group() first"
             )
         coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            raise NotDistributedError(
-                f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}; "
-                "make and move this tensor only on the mesh's own ranks"
-            )
+        self.is_member = coordinate is not None
         self.shape = MeshShape.of(mesh)
-        self.coordinate: Coordinate = tuple(coordinate)
+        self.coordinate: Coordinate = tuple(coordinate or [0] * mesh.ndim)
         self._mesh = weakref.ref(mesh)
         # Read once: a compiler that traces with fake tensors could not read the mesh's own.
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
@@ -87,6 +91,9 @@ class MeshComm:
             for axis, place in zip(axes, places, strict=True):
                 coordinate[axis] = place
             members[self.global_rank(tuple(coordinate))] = tuple(coordinate)
+        if not self.is_member:
+            names = tuple(self.shape.axis_name(a) for a in axes)
+            return AxisGroup(_Nobody(), "", names, tuple(members.values()), tuple(members), 0, False)  # pyright: ignore[reportArgumentType]
         if len(axes) == 1:
             process_group = mesh.get_group(axes[0])
         elif len(members) == dist.get_world_size():
@@ -140,6 +147,16 @@ class _Registry:
 _registry = _Registry()
 
 
-def comm_of(mesh: DeviceMesh) -> MeshComm:
-    """The MeshComm of a mesh; made on first use. Raises on a rank that is not in the mesh."""
+def comm_anywhere(mesh: DeviceMesh) -> MeshComm:
+    """The MeshComm of a mesh; made on first use. Also on a rank that is not in the mesh (`is_member`)."""
     return _registry.get(mesh)
+
+
+def comm_of(mesh: DeviceMesh) -> MeshComm:
+    """The same; raises on a rank that is not in the mesh."""
+    comm = _registry.get(mesh)
+    if not comm.is_member:
+        raise NotDistributedError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}; call this on the mesh's own ranks only"
+        )
+    return comm

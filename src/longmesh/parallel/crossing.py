@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.comm import MeshComm, comm_of
+from longmesh.comm import MeshComm, comm_anywhere, comm_of
 from longmesh.comm.record import wants_ops
 from longmesh.parallel.style import layout_on, move_local, whole_shape
 from longmesh.spec import Layout, MeshShape, Partial, Placement
@@ -32,6 +32,7 @@ def can_fuse(x: torch.Tensor, mesh: DeviceMesh, *layouts: Placement) -> bool:
         known = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
     return (
         known
+        and comm_anywhere(mesh).is_member
         and not any(isinstance(p, Partial) and p.reduce_op != "sum" for p in layouts)
         and not wants_ops()
         and not torch.compiler.is_compiling()

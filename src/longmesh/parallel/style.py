@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.comm import MeshComm, comm_of, run_plan
+from longmesh.comm import MeshComm, comm_anywhere, run_plan
 from longmesh.errors import LongmeshError
 from longmesh.plan import plan_redistribute
 from longmesh.spec import Layout, MeshShape, Placement, Replicate
@@ -122,7 +122,7 @@ def whole_shape(
     if features is None or not layout.cuts(last):
         return shape
     expected = layout.interval(last, features, comm.coordinate)[1]
-    if local.shape[last] != expected:
+    if comm.is_member and local.shape[last] != expected:
         raise LongmeshError(
             f"{argument}: this rank's input has {local.shape[last]} features and its share of {features} on "
             f"{layout.mesh.sizes[0]} ranks is {expected}; pass the shard that chunking gives, or give input_layouts= "
@@ -155,7 +155,7 @@ def enter(
             )
         return tensor
     layout = layout_on(MeshShape.of(mesh), placement, tensor.ndim, argument)
-    shape = whole_shape(layout, tensor, comm_of(mesh), features, argument)
+    shape = whole_shape(layout, tensor, comm_anywhere(mesh), features, argument)
     return DTensor.from_local(tensor, mesh, layout.placements, shape=shape)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import functorch_level
-from longmesh.comm import MeshComm, comm_of, run_plan
+from longmesh.comm import MeshComm, comm_anywhere, run_plan
 from longmesh.comm.agree import agree
 from longmesh.comm.verify import broadcast_replicas, verify_local_shapes
 from longmesh.errors import LongmeshError
@@ -89,7 +89,9 @@ def agree_on_local(
         grads,
         order,
     )
-    comm = comm_of(mesh)
+    comm = comm_anywhere(mesh)
+    if not comm.is_member:
+        return
     group = comm.group(tuple(range(comm.shape.ndim)))
     agree("from_local(run_check=True)", mine, None, group, local.device.type)
 
@@ -103,9 +105,13 @@ def from_local(
     run_check: bool,
     grad_placements: tuple[Placement, ...] | None,
 ) -> DTensor:
-    comm = comm_of(mesh)
+    comm = comm_anywhere(mesh)
     whole = even_global_shape(layout, local.shape) if shape is None else tuple(shape)
     expected = layout.local_shape(whole, comm.coordinate) if len(whole) == local.ndim else None
+    if not comm.is_member:
+        strides = contiguous_stride(whole) if stride is None else tuple(stride)
+        needs_grad = local.requires_grad and torch.is_grad_enabled()
+        return DTensor(local.new_empty(0), mesh, layout, whole, strides, needs_grad)
     if run_check:
         verify_local_shapes(local, layout, whole, comm, given=shape is not None)
         local = broadcast_replicas(local, layout, comm)

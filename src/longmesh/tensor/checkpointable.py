@@ -21,6 +21,8 @@ def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
     """The box this rank holds, if there is something in it."""
     _check(tensor)
     held = tensor._tensor_layout
+    if not held.comm.is_member:
+        return []
     where = held.comm.coordinate
     sizes = torch.Size(map(int, held.layout.local_shape(held.shape, where)))
     if sizes.numel():

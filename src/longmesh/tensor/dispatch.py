@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from longmesh._torch import increment_version
-from longmesh.comm import comm_of
+from longmesh.comm import comm_anywhere
 from longmesh.rules import Rule, find_rule
 from longmesh.tensor.by_rule import describe_call, local_form, pends_more
 from longmesh.tensor.direct import no_active_modes
@@ -38,6 +38,7 @@ from longmesh.tensor.op_facts import (
 )
 from longmesh.tensor.op_key import describe, describe_named, exact_key
 from longmesh.tensor.op_plan import OpPlan, Output, execute, finish, wrap
+from longmesh.tensor.outside import is_split, plan_outside, run_split
 from longmesh.tensor.plain import common_mesh, replicate_plain, value_of, writes_plain
 from longmesh.tensor.planner import USUAL, Planner, Unplannable, slots_for_metas
 from longmesh.tensor.propagate import Choice, choose
@@ -214,6 +215,8 @@ class Dispatcher:
         note = None if table.note is None else (table.note(func, args, kwargs),)
         plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
         is_mixed = func in self.mixed
+        if is_mixed and is_split(args, kwargs):
+            return run_split(self.from_torch, func, args, kwargs)
         if plain and not is_mixed and func._schema.is_mutable and writes_plain(func, args, kwargs):
             args, kwargs = map_tensors(value_of, (args, kwargs))
             return func(*args, **kwargs)
@@ -261,6 +264,8 @@ class Dispatcher:
                 table.func, args, kwargs, is_traced=is_traced, note=None if note is None else note[0]
             )
             by_value = by_value or any(own.layout.partial_axes for own in layouts)
+            if not lead.comm.is_member:
+                recipe = None
             if is_symbolic or key is None or (is_traced and plan.needs_values):
                 return plan
             if recipe is not None and kinds is not None:
@@ -270,6 +275,8 @@ class Dispatcher:
                 if exact != key:
                     _put(lead, key, BY_VALUE)
                     key = exact
+        if not lead.comm.is_member:
+            plan = plan_outside(plan, table.func, args, kwargs)
         _put(lead, key, plan)
         return plan
 
@@ -309,7 +316,7 @@ class Dispatcher:
         if made is not None:
             return made
         mesh = common_mesh(args, kwargs)
-        planner = Planner(comm_of(mesh), tensors[0].device, self.families, self.warned)
+        planner = Planner(comm_anywhere(mesh), tensors[0].device, self.families, self.warned)
         planner.is_traced, planner.note = is_traced, note
         numbers = iter(range(len(tensors)))
         planned = map_tensors(lambda t: planner.add_input(t, next(numbers)), (args, kwargs))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.comm import comm_of, run_plan
+from longmesh.comm import comm_anywhere, run_plan
 from longmesh.comm.agree import agree
 from longmesh.comm.scatter import scatter_tensor
 from longmesh.errors import LongmeshError
@@ -42,7 +42,8 @@ def distribute_tensor(
 
     The data is that of the rank at place `src_data_rank` of every mesh axis: it sends each rank its shard,
     one at a time. With `src_data_rank=None` nothing is sent: each rank takes its shard from its own `tensor`,
-    which must be the same everywhere. Collective (unless None): every rank of the mesh, same arguments.
+    which must be the same everywhere. Collective (unless None): every rank of the mesh, same arguments. On a rank that
+    is not in the mesh the part is empty.
 
     >>> x = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
     >>> tuple(x.shape), tuple(x.to_local().shape)
@@ -64,8 +65,10 @@ def distribute_tensor(
         names = "" if layout is None else str(layout)
         dtype = str(tensor.dtype).removeprefix("torch.")
         mine = Arguments(tuple(tensor.shape), dtype, names, src_data_rank, tensor.requires_grad)
-        comm = comm_of(mesh)
-        agree("distribute_tensor", mine, problem, comm.group(tuple(range(mesh.ndim))), mesh.device_type)
+        comm = comm_anywhere(mesh)
+        if comm.is_member:
+            group = comm.group(tuple(range(mesh.ndim)))
+            agree("distribute_tensor", mine, problem, group, mesh.device_type)
     if layout is None:
         assert problem is not None
         raise problem
@@ -101,10 +104,12 @@ def _checked_layout(
 
 
 def _make_local(tensor: torch.Tensor, mesh: DeviceMesh, layout: Layout, source: int | None) -> torch.Tensor:
-    comm = comm_of(mesh)
+    comm = comm_anywhere(mesh)
     whole = tensor.detach()
     if whole.device.type not in (mesh.device_type, "meta"):
         whole = whole.to(mesh.device_type)
+    if not comm.is_member:
+        return whole.new_empty(0)
     terms_later = layout
     for axis in layout.partial_axes:
         terms_later = terms_later.with_placement(axis, Replicate())

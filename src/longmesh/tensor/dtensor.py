@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import functorch_level, is_transformed
-from longmesh.comm import comm_of
+from longmesh.comm import comm_anywhere
 from longmesh.errors import LongmeshError
 from longmesh.spec import (
     DTensorSpec,
@@ -121,7 +121,7 @@ class DTensor(torch.Tensor):
         grad_placements: Sequence[Placement] | None = None,
         shard_order: ShardOrderLike | None = None,
     ) -> DTensor:
-        """The DTensor whose part on this rank is `local_tensor` (shared, not copied).
+        """The DTensor whose part on this rank is `local_tensor` (shared, not copied); empty outside of the mesh.
 
         Without `shape` all shards are taken to be equal; give the global `shape` where they are not. Never
         communicates unless `run_check=True`: then every rank of the mesh must call it, arguments, dtypes and
@@ -169,8 +169,9 @@ class DTensor(torch.Tensor):
         self._origin = self._lookup = self._reduced = None
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's part (shared, not copied). Sends nothing. Differentiable: the local gradient is taken
-        to be laid out as this tensor is (replicated where it is Partial), or by `grad_placements`.
+        """This rank's part (shared, not copied); of shape (0,) on a rank outside of the mesh. Sends nothing.
+        Differentiable: the local gradient is taken to be laid out as this tensor is (replicated where it is Partial),
+        or by `grad_placements`.
 
         What is written to it is not seen by views along sharded dims that were made before."""
         grads = (
@@ -209,7 +210,7 @@ class DTensor(torch.Tensor):
         return autograd.redistribute(self, layout, async_op, forward_dtype, backward_dtype)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor, on every rank. Collective: every rank of the mesh."""
+        """The whole tensor, on every rank of the mesh; of shape (0,) outside. Collective: every rank of the mesh."""
         whole = autograd.redistribute(self, Layout.replicated(self._layout.mesh), False, None, None)
         return whole.to_local(grad_placements=grad_placements)
 
@@ -366,8 +367,8 @@ def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Pla
     of_parts = autograd.held_of_parts
     if any(type(size) is not int for size in local.shape):  # symbolic sizes don't hash
         of_parts = of_parts.__wrapped__
-    held = of_parts(comm_of(mesh), placements, local.shape, stride, local.dtype)
-    return wrap(local.detach(), held)
+    held = of_parts(comm_anywhere(mesh), placements, local.shape, stride, local.dtype)
+    return wrap(local.detach() if held.comm.is_member else local.new_empty(0), held)
 
 
 def wrap(local: torch.Tensor, held: TensorLayout) -> DTensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.comm import comm_of
+from longmesh.comm import comm_anywhere
 from longmesh.comm.local import identity_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial, Placement, Replicate
@@ -147,15 +147,19 @@ def make_sharded(
     shard_order: ShardOrderLike | None,
     fill: Callable[[Layout, torch.Size, tuple[int, ...], torch.device], torch.Tensor],
 ) -> DTensor:
-    """A DTensor of which `fill(layout, shape, coordinate, device)` makes this rank's part."""
+    """A DTensor of which `fill(layout, shape, coordinate, device)` makes this rank's part; empty outside of it."""
     mesh = resolve_mesh(device_mesh, caller)
     shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
     layout = Layout(mesh, normalize_placements(given, len(shape), caller), shard_order)
     layout.check_ndim(len(shape), shape)
     check_averages(layout, dtype)
-    comm = comm_of(mesh)
-    local = fill(layout, shape, comm.coordinate, torch.device(mesh.device_type))
+    comm = comm_anywhere(mesh)
+    device = torch.device(mesh.device_type)
+    if comm.is_member:
+        local = fill(layout, shape, comm.coordinate, device)
+    else:
+        local = torch.empty(0, dtype=dtype, device=device)
     return DTensor(local, mesh, layout, shape, contiguous_stride(shape), requires_grad)
 
 
@@ -210,10 +214,12 @@ def _make_random(
     placements: Sequence[Placement] | None,
     shard_order: ShardOrderLike | None,
 ) -> DTensor:
+    key = next_key()  # on every rank, so that all count alike
+
     def fill(
         layout: Layout, shape: torch.Size, coordinate: tuple[int, ...], device: torch.device
     ) -> torch.Tensor:
-        values = sample(distribution, next_key(), layout, shape, coordinate, dtype, device)
+        values = sample(distribution, key, layout, shape, coordinate, dtype, device)
         if keeps_value(layout, coordinate):
             return values
         pending = layout.placements[layout.partial_axes[0]]

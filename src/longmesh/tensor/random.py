@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,6 +101,16 @@ def set_rng_state(state: tuple[int, int]) -> None:
     (7, 0)
     """
     _state.set(*state)
+
+
+class Drawing(NamedTuple):
+    """A local call that takes one key when it runs, from `generator` or the op counter."""
+
+    draw: Callable[..., Any]
+    generator: torch.Generator | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.draw(*args, **kwargs)
 
 
 def next_key(generator: torch.Generator | None = None) -> Key | None:

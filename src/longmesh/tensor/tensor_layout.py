@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.comm import MeshComm, comm_of
+from longmesh.comm import MeshComm, comm_anywhere
 from longmesh.plan import RedistributePlan, plan_redistribute
 from longmesh.spec import Layout, MaskPartial
 from longmesh.tensor.meta import contiguous_stride
@@ -120,7 +120,7 @@ class _Registry:
         reduced: Layout | None = None,
         is_copied_view: bool = False,
     ) -> TensorLayout:
-        comm = comm_of(mesh)
+        comm = comm_anywhere(mesh)
         key = (comm, layout, shape, stride, dtype, reduced, is_copied_view)
         try:
             found = self._known.get(key)

@@ -22,7 +22,7 @@ from longmesh.tensor.dispatch import Family
 from longmesh.tensor.distributions import Distribution
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planner import Planned, Planner
-from longmesh.tensor.random import keeps_value, next_key, sample, std_of_parts
+from longmesh.tensor.random import Drawing, keeps_value, next_key, sample, std_of_parts
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def draw_like(
             return torch.empty_like(local, dtype=kind).copy_(drawn)
         return drawn
 
-    return p.wrap(p.local(draw, like), like, layout=layout, shape=size, dtype=kind)
+    return p.wrap(p.local(Drawing(draw, generator), like), like, layout=layout, shape=size, dtype=kind)
 
 
 # -- filled from numbers ---------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def seeded(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         seed = (key[0] + key[1] * 0x9E3779B97F4A7C15) % 2**63
         return func(*args, **kwargs, generator=torch.Generator(device).manual_seed(seed))
 
-    return p.on_whole_tensors(draw, tuple(given.values()), {})
+    return p.on_whole_tensors(Drawing(draw, generator), tuple(given.values()), {})
 
 
 def _overloads(*names: str) -> list[OpOverload]:

@@ -1,0 +1,159 @@
+"""DTensors on a rank that is not in their mesh: they have a shape, a layout and a gradient as everywhere, and no data.
+
+A program in which every rank makes and uses the DTensors of a sub-mesh runs on all ranks. On the ranks outside, an op
+is planned as on the mesh's first rank, so that layouts and shapes agree, and none of its steps runs: each result has an
+empty part. Random ops count on, so that all ranks draw alike afterwards. What only data can tell, a number or a shape,
+is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh._torch import no_dispatch_modes
+from longmesh.errors import LongmeshError
+from longmesh.spec import Layout
+from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.mask_buffer import without_mask
+from longmesh.tensor.op_plan import NOTHING, Given, OpPlan, Output
+from longmesh.tensor.random import Drawing, next_key
+from longmesh.tensor.steps import LocalCall, RunOps, Slot
+from longmesh.tensor.tensor_layout import tensor_layout
+from longmesh.tensor.tree import all_tensors, map_tensors
+
+
+def is_outside(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) and not tensor._tensor_layout.comm.is_member
+
+
+def plan_outside(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+    """What an op does on a rank outside, from what it does on the mesh's first rank."""
+    if any(isinstance(step, RunOps) for step in plan.steps):  # its ops are asked one by one
+        return plan
+    tensors = all_tensors((args, kwargs))
+    template = plan.result
+    if plan.written is not None:
+        template = Given(plan.written)
+    elif template is None or not _is_settled(template):
+        template = _outputs_of(plan, func, args, kwargs)
+    outputs: list[Output] = []
+    _collect(template, outputs)
+    device, first = tensors[0].device, len(tensors)
+    for number, output in enumerate(outputs):
+        output.slot = first + number
+    dtypes = [output.known.dtype for output in outputs if output.known is not None]
+    draws = [
+        step.call for step in plan.steps if isinstance(step, LocalCall) and isinstance(step.call, Drawing)
+    ]
+
+    def make() -> Any:
+        for drawing in draws:
+            next_key(drawing.generator)
+        made = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
+        return made[0] if len(made) == 1 else made
+
+    return OpPlan(
+        (LocalCall(make, (), {}, first, len(outputs)),),
+        result=template,
+        num_slots=first + max(len(outputs), 1),
+        replaces=plan.replaces,
+        how="this rank is outside the mesh: nothing runs",
+    )
+
+
+def _is_settled(template: Any) -> bool:
+    """Whether a result is made of tensors that were written to and of constants alone."""
+    if type(template) in (tuple, list):
+        return all(map(_is_settled, template))
+    return template is NOTHING or type(template) in (Given, bool, int, float, type(None))
+
+
+def _collect(template: Any, found: list[Output]) -> None:
+    if type(template) is Output:
+        found.append(template)
+    elif type(template) in (tuple, list):
+        for value in template:
+            _collect(value, found)
+
+
+def _outputs_of(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result's structure, with an Output for each tensor: shapes and dtypes of the op on global shapes."""
+    mesh = next(t._mesh for t in all_tensors((args, kwargs)) if isinstance(t, DTensor))
+    if type(plan.result) is Slot:  # a number
+        _refuse(func, mesh)
+    structure = _on_meta(func, args, kwargs, mesh)
+    metas = all_tensors(structure)
+    planned: list[Output] = list(plan.outputs)
+    if not planned:
+        _collect(plan.result, planned)
+    whole = Layout.replicated(mesh)
+    layouts = (
+        [without_mask(o.layout) for o in planned] if len(planned) == len(metas) else [whole] * len(metas)
+    )
+    made: list[Output] = []
+    for meta, layout in zip(metas, layouts, strict=True):
+        output = Output(mesh, layout, tuple(meta.shape), meta.stride())
+        output.known = tensor_layout(mesh, layout, tuple(meta.shape), meta.stride(), meta.dtype)
+        made.append(output)
+    following = iter(made)
+    return map_tensors(lambda _: next(following), structure)
+
+
+def _on_meta(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    args, kwargs = map_tensors(empty, (args, kwargs))
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    try:
+        with no_dispatch_modes(), torch.no_grad():
+            return func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        raise _refusal(func, mesh) from error
+
+
+def _refusal(func: Any, mesh: DeviceMesh) -> LongmeshError:
+    return LongmeshError(
+        f"{func} on rank {dist.get_rank()}, which is not in the mesh {mesh.mesh.tolist()}: its result depends on data, "
+        "and this rank has none of it; call it on the mesh's ranks only (`if mesh.get_coordinate() is not None:`)"
+    )
+
+
+def _refuse(func: Any, mesh: DeviceMesh) -> None:
+    raise _refusal(func, mesh)
+
+
+def is_split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op on lists has members whose mesh this rank is in and members whose mesh it is not in."""
+    tensors = [t for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)]
+    return len({t._tensor_layout.comm.is_member for t in tensors}) == 2
+
+
+def run_split(
+    call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The op on lists for the members of either kind by themselves."""
+    lead = next(a for a in args if isinstance(a, (list, tuple)))
+    size = len(lead)
+    results: list[Any] = [None] * size
+    is_list = False
+    for outside in (False, True):
+        chosen = [i for i in range(size) if is_outside(lead[i]) is outside]
+
+        def choose(value: Any, chosen: list[int] = chosen) -> Any:
+            is_listed = isinstance(value, (list, tuple)) and len(value) == size
+            return [value[i] for i in chosen] if is_listed else value
+
+        made = call(func, (), tuple(map(choose, args)), {k: choose(v) for k, v in kwargs.items()})
+        if isinstance(made, (list, tuple)):
+            is_list = True
+            for i, value in zip(chosen, made, strict=True):
+                results[i] = value
+    return results if is_list else None
