@@ -69,7 +69,8 @@ def gathered_outcome(pool: RankPool, family: str) -> str:
         found = run(pool, family, 2, ("plain", "right"), {"unknown": "gather"})
     except Exception:
         return "failed"
-    return min((kind for rank in found for kind, _ in rank.values()), key=ORDER.index)
+    kinds = {kind for rank in found for kind, _ in rank.values()}
+    return "partly" if kinds == {"exact", "refused"} else min(kinds, key=ORDER.index)
 
 
 def outcome(pool: RankPool, family: str) -> tuple[str, str]:

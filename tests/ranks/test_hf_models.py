@@ -31,7 +31,7 @@ def test_families_are_exact(pool, family):
         assert {what: kind for what, (kind, _) in found.items()} == dict.fromkeys(WHATS, "exact"), found
 
 
-@pytest.mark.parametrize("family", ["doge"])
+@pytest.mark.parametrize("family", ["doge", "deepseek_v32"])
 def test_layers_that_can_not_be_cut_are_gathered_when_asked(pool, family):
     for found in pool.run(
         sweep_family, 2, family, ("plain", "right"), {"unknown": "gather"}, ranks=2, timeout=300.0
@@ -96,3 +96,13 @@ def test_what_depends_on_the_whole_sequence_is_taken_from_it(pool, family, setti
     for loss, gradients in pool.run(with_settings, 2, family, settings, ranks=2, timeout=300.0):
         assert loss < 1e-5
         assert gradients < 1e-3
+
+
+@pytest.mark.parametrize(("what", "text"), [("right", "padding it would see that"), ("packed", "mix them")])
+def test_gathered_layers_without_a_mask_refuse_what_a_mask_would_hide(pool, what, text):
+    found = pool.run(sweep_family, 2, "blt", (what,), {"unknown": "gather"}, ranks=2, timeout=300.0)
+    for outcomes in found:
+        kind, said = outcomes[what]
+        assert kind == "refused"
+        assert "gets no mask, so in a row of" in said
+        assert text in said

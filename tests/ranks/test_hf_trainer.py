@@ -282,10 +282,16 @@ def test_what_would_be_wrong_is_refused_on_every_rank(pool, tmp_path, what, text
 
 
 def test_the_version_of_transformers_whose_hooks_are_overridden():
-    """`longmesh.hf.trainer` overrides hooks that are not public: look at them again when this fails."""
+    """`longmesh.hf.private` uses what is not public: look at it again when this fails."""
     import inspect
 
-    assert transformers.__version__.startswith("5.")
+    from longmesh.hf import private
+
+    assert transformers.__version__.startswith(f"{private.VERSION}.")
+    assert all("eager" in classes for classes in private.attention_classes())
+    assert all(hasattr(interface, "register") for interface in private.interfaces())
+    window = private.read_mask_function(transformers.masking_utils.sliding_window_overlay(9))
+    assert window == ("sliding_window_overlay", {"sliding_window": 9})
     for name, parameters in {
         "_prepare_context_parallel_inputs": ["self", "model", "inputs"],
         "_track_num_input_tokens": ["self", "inputs"],

@@ -22,6 +22,7 @@ from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.errors import LongmeshError
 from longmesh.hf.open_batch import OpenBatch, as_whole, current_look, is_whole
+from longmesh.hf.private import with_implementation
 
 
 class _Gather(torch.autograd.Function):
@@ -56,7 +57,9 @@ def run_gathered(module: nn.Module, name: str, batch: OpenBatch) -> Callable[[],
         if is_whole():  # inside another such layer
             return forward(*args, **kwargs)
         if look is not None:
-            return _each_token(forward, args, kwargs, look.tokens)
+            _check_shapes(module, look.tokens, (args, kwargs))
+            with as_whole(), with_implementation(module, "eager"):
+                return _each_token(forward, args, kwargs, look.tokens)
         return _whole(module, forward, args, kwargs, batch)
 
     module.forward = gathered
@@ -88,12 +91,13 @@ def _whole(
     batch: OpenBatch,
 ) -> Any:
     engine, tokens = batch.cut.lead, batch.cut.num_tokens
-    if batch.is_packed and not any(isinstance(value, CutMask) for value in (*args, *kwargs.values())):
+    has_mask = any(isinstance(value, CutMask) for value in (*args, *kwargs.values()))
+    if not has_mask and (batch.is_packed or batch.padding is not None):
+        what = "several documents it would mix them" if batch.is_packed else "padding it would see that"
         raise LongmeshError(
-            f"hf.context_parallel(unknown='gather'): {type(module).__name__} gets no mask, so in a row of several "
-            "documents it would mix them; give one document a row"
+            f"hf.context_parallel(unknown='gather'): {type(module).__name__} gets no mask, so in a row of {what}; give "
+            "one document a row, without padding"
         )
-
     _check_shapes(module, tokens, (args, kwargs))
 
     def gather(value: Any) -> Any:
@@ -111,7 +115,8 @@ def _whole(
         return _map(take, value)
 
     given, named = gather(args), gather(kwargs)
-    with as_whole():
+    # As in one process: what a layer makes of masks, sinks or biases by itself, it does for eager attention.
+    with as_whole(), with_implementation(module, "eager"):
         out = forward(*given, **named)
     return take(out)
 

@@ -19,6 +19,7 @@ from longmesh.attention.scope.intercept import attends_locally
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.errors import LongmeshError
+from longmesh.hf import private
 from longmesh.hf.gather import dense
 from longmesh.hf.mask_functions import mask_of
 from longmesh.hf.open_batch import as_whole, current_batch, current_look, is_fusing, is_whole
@@ -34,33 +35,11 @@ def register() -> None:
     >>> config = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="longmesh")
     """
-    attention, mask = _interfaces()
+    attention, mask = private.interfaces()
     attention.register(NAME, attend)
     mask.register(NAME, mask_tensor)
-    for classes in _attention_classes():
+    for classes in private.attention_classes():  # ours is recognised in their eager one
         classes.setdefault(NAME, classes["eager"])
-
-
-def _interfaces() -> tuple[Any, Any]:
-    try:
-        from transformers.masking_utils import AttentionMaskInterface
-        from transformers.modeling_utils import AttentionInterface
-    except ImportError as error:
-        raise ImportError("longmesh.hf needs transformers: pip install 'longmesh[hf]'") from error
-    return AttentionInterface, AttentionMaskInterface
-
-
-def _attention_classes() -> list[dict[str, Any]]:
-    """Of models that choose attention by the name of the implementation. Ours is recognised in their eager one."""
-    from transformers.models.falcon import modeling_falcon
-    from transformers.models.gpt_neo import modeling_gpt_neo
-    from transformers.models.gptj import modeling_gptj
-
-    return [
-        modeling_falcon.FALCON_ATTENTION_CLASSES,
-        modeling_gpt_neo.GPT_NEO_ATTENTION_CLASSES,
-        modeling_gptj.GPTJ_ATTENTION_CLASSES,
-    ]
 
 
 def attend(
@@ -176,14 +155,12 @@ def token_by_token(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _by_sdpa(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     if kwargs.pop("s_aux") is not None:
         raise LongmeshError(
             "attention sinks outside hf.context_parallel: use attn_implementation='eager' there"
         )
     with as_whole():  # a scope's F.scaled_dot_product_attention is torch's own here
-        return sdpa_attention_forward(module, *args, **kwargs)
+        return private.sdpa(module, *args, **kwargs)
 
 
 def _capped(limit: float) -> Callable[..., Tensor]:
@@ -202,12 +179,10 @@ def mask_tensor(
     **kwargs: Any,
 ) -> Any:
     """transformers' mask function: over a cut sequence what the mask means, elsewhere sdpa's tensor."""
-    from transformers.masking_utils import sdpa_mask
-
     batch = current_batch()
     of_features = is_fusing() and batch is not None and q_length != batch.length
     if current_cut() is None or of_features:
-        return sdpa_mask(
+        return private.sdpa_mask(
             batch_size,
             q_length,
             kv_length,
@@ -219,7 +194,7 @@ def mask_tensor(
             **kwargs,
         )
     mask = mask_of(mask_function, batch) or masks.full()
-    if is_whole() and not is_fusing() and batch is not None:
+    if is_whole() and not is_fusing() and batch is not None and current_look() is None:
         return dense(mask, batch)
     is_known = is_fusing() or current_look() is not None
     if not is_known and attention_mask is not None and not bool(attention_mask.all()):

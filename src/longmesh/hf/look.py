@@ -72,16 +72,32 @@ def _refuse_sparse(model: nn.Module, length: int) -> None:
 
 
 def _next(model: nn.Module, before: Treatment, culprit: _Culprit, gather: bool) -> Treatment:
-    """What to try for a layer that mixes tokens: it computes attention by itself, or must be gathered."""
-    kind = frozenset((type(culprit.module),))
-    if culprit.module is not model and kind <= before.scores and gather:
+    """What to try for a layer that mixes tokens: it computes attention by itself; or it is gathered; or, since it is
+    given what was made from this rank's tokens, the module around it is."""
+    module = culprit.module
+    kind = frozenset((type(module),))
+    if module is not model and not kind & (before.scores | before.gathered):
+        return replace(before, scores=before.scores | kind)
+    while gather and module is not model and type(module) in before.gathered:
+        module = _around(model, module)
+    if gather and module is not model:
+        kind = frozenset((type(module),))
         return replace(before, scores=before.scores - kind, gathered=before.gathered | kind)
-    if culprit.module is model or kind <= before.scores or kind <= before.gathered:
-        advice = "" if gather else "; unknown='gather' runs such layers on the whole sequence"
-        raise LongmeshError(
-            f"hf.context_parallel can't cut {type(model).__name__}: {culprit}{advice}"
-        ) from culprit
-    return replace(before, scores=before.scores | kind)
+    advice = "" if gather else "; unknown='gather' runs such layers on the whole sequence"
+    raise LongmeshError(
+        f"hf.context_parallel can't cut {type(model).__name__}: {culprit}{advice}"
+    ) from culprit
+
+
+def _around(model: nn.Module, module: nn.Module) -> nn.Module:
+    """The nearest module with a forward of its own that has this one inside."""
+    name = next(name for name, part in model.named_modules() if part is module)
+    while name:
+        name = name.rpartition(".")[0]
+        outer = model.get_submodule(name)
+        if not isinstance(outer, (nn.ModuleList, nn.ModuleDict)):
+            return outer
+    return model
 
 
 def _look_for_mixing(model: nn.Module, batch: OpenBatch) -> None:

@@ -1,4 +1,4 @@
-"""transformers' mask functions as masks of ours. The one place that looks inside transformers' closures.
+"""transformers' mask functions as masks of ours.
 
 transformers builds a model's mask as nested functions of (batch, head, query, key) indices, over indices of the
 tokens that the model sees: over a cut sequence this rank's. Each is known here by its name and by what it captured, and
@@ -10,7 +10,6 @@ becomes a mask in global positions. What is not known is refused.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import operator
 from collections.abc import Callable
@@ -20,26 +19,26 @@ from longmesh.attention import masks
 from longmesh.attention.mask.band import Band
 from longmesh.errors import LongmeshError
 from longmesh.hf.open_batch import OpenBatch
-from longmesh.hf.token_blocks import block_mask
+from longmesh.hf.private import read_mask_function
+from longmesh.hf.token_blocks import NOTHING, block_mask
 
 
 def mask_of(function: Callable[..., Any], batch: OpenBatch | None) -> masks.Mask | None:
     """The mask that a mask function of transformers stands for, None if it hides nothing that the scope does not."""
-    name = getattr(function, "__qualname__", repr(function)).partition(".")[0]
-    captured = inspect.getclosurevars(function).nonlocals if hasattr(function, "__closure__") else {}
+    name, captured = read_mask_function(function)
     match name:
         case "causal_mask_function":
             return masks.causal()
         case "bidirectional_mask_function":
             return masks.full()
-        case "and_masks" | "or_masks":
+        case "and_masks":
             parts = [mask_of(part, batch) for part in captured["mask_functions"]]
             known = [part for part in parts if part is not None]
-            return (
-                functools.reduce(operator.and_ if name == "and_masks" else operator.or_, known)
-                if known
-                else None
-            )
+            return functools.reduce(operator.and_, known) if known else None
+        case "or_masks":
+            parts = [mask_of(part, batch) for part in captured["mask_functions"]]
+            known = [part for part in parts if part is not None and part != NOTHING]
+            return functools.reduce(operator.or_, known) if len(known) and None not in parts else None
         case "sliding_window_overlay":
             return Band(lo=1 - captured["sliding_window"])  # a window of 0 hides all
         case "sliding_window_bidirectional_overlay":

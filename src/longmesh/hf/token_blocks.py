@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from longmesh.attention import masks
+from longmesh.attention.mask.band import Band
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 from longmesh.hf.open_batch import OpenBatch, current_look, is_fusing
 
+NOTHING = Band(lo=1, hi=0)  # no token sees any
 NAMES = ("token_type_ids", "mm_token_type_ids")
 
 
@@ -39,6 +41,8 @@ def block_mask(local: Tensor, batch: OpenBatch | None) -> masks.Mask:
     if current_look() is not None:
         return masks.full()
     types = None if batch is None else batch.types
+    if batch is not None and types is None and _has_none(local, batch):
+        return NOTHING
     if batch is None or types is None:
         raise LongmeshError(
             "the model masks by blocks of tokens: give token_type_ids or mm_token_type_ids in the batch of "
@@ -53,6 +57,11 @@ def block_mask(local: Tensor, batch: OpenBatch | None) -> masks.Mask:
             "hf.context_parallel(mesh, batch, mask=...)"
         )
     return batch.in_blocks(RULES[int(fitting.long().argmax())])
+
+
+def _has_none(local: Tensor, batch: OpenBatch) -> bool:
+    """Whether no token of any rank is in a block."""
+    return bool(_everywhere((local < 0).all().view(1).long(), batch).all())
 
 
 def _everywhere(fits: Tensor, batch: OpenBatch) -> Tensor:

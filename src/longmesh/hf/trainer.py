@@ -6,8 +6,7 @@
 Each rank's loss is its share of the mean over all labels, times the number of ranks: DDP and FSDP2 average gradients,
 and the Trainer averages losses for its log, so both come out as in one process.
 
-Pitfall: this file overrides hooks of transformers that are not public: `_prepare_context_parallel_inputs`,
-`_get_num_items_in_batch` and `_track_num_input_tokens`. A test names the version that they are known from.
+Pitfall: some of its hooks are not public; those are in private.py.
 """
 
 from __future__ import annotations
@@ -34,12 +33,13 @@ from longmesh.hf.accelerator import MeshAccelerator, axis_size, same_batch, sum_
 from longmesh.hf.batch import scope_arguments
 from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.loop import plain_model, set_attention
+from longmesh.hf.private import TrainerHooks
 from longmesh.hf.scope import context_parallel
 
 _FEW_BYTES = 2**30
 
 
-class Trainer(transformers.Trainer):
+class Trainer(TrainerHooks, transformers.Trainer):
     """transformers.Trainer, with `mesh=`: rows of data are sharded over its axis "dp" and sequences cut over "cp".
 
     Takes every argument of transformers.Trainer. Without a mesh all ranks are on "cp"; with one process it is
@@ -117,25 +117,18 @@ class Trainer(transformers.Trainer):
         """This rank's share of those of its rows."""
         return super().floating_point_ops(inputs) // self.cp_size
 
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
-        added = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + added // self.cp_size
-
     # -- a step over a cut sequence ----------------------------------------------------------------
 
-    def _prepare_context_parallel_inputs(
-        self, model: nn.Module, inputs: dict[str, Any]
+    def cut_inputs(
+        self, batch: dict[str, Any], inputs: dict[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """A scope, and what the model is called with, which is known when the scope is entered."""
-        if self.cp_size == 1:
-            return super()._prepare_context_parallel_inputs(model, inputs)
+        """A scope, and what the model is called with, which is known when the scope is entered. `inputs`: the batch
+        before it went to the device."""
         assert self.mesh is not None
         if not self._has_compared or self.mesh.device_type == "cpu":
             same_batch(self.mesh, inputs)
             self._has_compared = True
-        batch, options = scope_arguments(self._prepare_inputs(inputs))
+        batch, options = scope_arguments(batch)
         part: dict[str, Any] = {}
         return lambda: self._scope(batch, options, part), part
 

@@ -38,10 +38,10 @@ def treat(model: nn.Module, treatment: Treatment, batch: OpenBatch) -> ExitStack
 
     def local_positions() -> Tensor | None:
         look = current_look()
+        if is_fusing() or (is_whole() and (look is not None or not batch.has_positions)):
+            return None  # a module that sees all tokens counts them by itself
         if look is not None:
             return None if look.positions is None else look.positions.expand(look.rows, -1)
-        if is_fusing():
-            return None
         return batch.positions if is_whole() else batch.local_positions
 
     def longest() -> int:

@@ -20,6 +20,7 @@ from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 from longmesh.hf.interface import NAME
 from longmesh.hf.open_batch import current_batch, current_look
+from longmesh.hf.private import implementation_of
 from longmesh.hf.scope import context_parallel
 
 
@@ -56,7 +57,7 @@ def verify(
     True
     """
     config: Any = getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", None) != NAME:
+    if implementation_of(model) != NAME:
         raise LongmeshError(
             f"hf.verify: {type(model).__name__} has no attn_implementation='longmesh'; make it with that, or call "
             "model.set_attn_implementation('longmesh')"

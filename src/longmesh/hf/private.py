@@ -1,0 +1,105 @@
+"""What transformers does not promise to keep, each behind a name of ours. A test names the version it is known from.
+
+- where attention and masks are registered, and models that choose attention by the implementation's name
+- `_attn_implementation` of a configuration
+- the functions that make up a mask, and what they captured
+- hooks of its Trainer that are not public
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+VERSION = "5.22"
+_IMPLEMENTATION = "_attn_implementation"
+
+
+def interfaces() -> tuple[Any, Any]:
+    """Where attention functions and mask functions are registered."""
+    try:
+        from transformers.masking_utils import AttentionMaskInterface
+        from transformers.modeling_utils import AttentionInterface
+    except ImportError as error:
+        raise ImportError("longmesh.hf needs transformers: pip install 'longmesh[hf]'") from error
+    return AttentionInterface, AttentionMaskInterface
+
+
+def attention_classes() -> list[dict[str, Any]]:
+    """Of models that choose their attention by the name of the implementation."""
+    from transformers.models.falcon import modeling_falcon
+    from transformers.models.gpt_neo import modeling_gpt_neo
+    from transformers.models.gptj import modeling_gptj
+
+    return [
+        modeling_falcon.FALCON_ATTENTION_CLASSES,
+        modeling_gpt_neo.GPT_NEO_ATTENTION_CLASSES,
+        modeling_gptj.GPTJ_ATTENTION_CLASSES,
+    ]
+
+
+def sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Attention of implementation "sdpa"."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(*args, **kwargs)
+
+
+def sdpa_mask(*args: Any, **kwargs: Any) -> Any:
+    """The mask function of implementation "sdpa"."""
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(*args, **kwargs)
+
+
+def implementation_of(model: nn.Module) -> str | None:
+    """The attention implementation that a model was made with."""
+    return getattr(getattr(model, "config", None), _IMPLEMENTATION, None)
+
+
+@contextlib.contextmanager
+def with_implementation(module: nn.Module, name: str) -> Iterator[None]:
+    """A module and those inside with another attention implementation."""
+    configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    before = [
+        (config, getattr(config, _IMPLEMENTATION))
+        for config in configs.values()
+        if hasattr(config, _IMPLEMENTATION)
+    ]
+    for config, _ in before:
+        setattr(config, _IMPLEMENTATION, name)
+    try:
+        yield
+    finally:
+        for config, was in before:
+            setattr(config, _IMPLEMENTATION, was)
+
+
+def read_mask_function(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
+    """The name of a function that makes up a mask, without what is inside it, and what it captured."""
+    name = getattr(function, "__qualname__", repr(function)).partition(".")[0]
+    captured = inspect.getclosurevars(function).nonlocals if hasattr(function, "__closure__") else {}
+    return name, dict(captured)
+
+
+class TrainerHooks:
+    """Hooks of transformers' Trainer that are not public, as methods that `longmesh.hf.Trainer` has."""
+
+    def _prepare_context_parallel_inputs(
+        self: Any, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """Called before each step, before inputs go to the device: a scope, and what the model is called with."""
+        if self.cp_size == 1:
+            return super()._prepare_context_parallel_inputs(model, inputs)  # pyright: ignore[reportAttributeAccessIssue]
+        return self.cut_inputs(self._prepare_inputs(inputs), inputs)
+
+    def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
+        """Each rank of a sequence counts its tokens, and all are added up."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # pyright: ignore[reportAttributeAccessIssue]
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.cp_size
