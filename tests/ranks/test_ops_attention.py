@@ -82,18 +82,18 @@ def test_batch_rows_and_heads_send_nothing(pool):
         assert sent["rows"][0]
 
 
-def plain_bias():
+def trained_bias():
     mesh = cpu_mesh(2)
     q, k, v = (distribute_tensor(t, mesh, [Replicate()], src_data_rank=None) for t in operands(1, 2, 3, 3))
     try:
-        attend(q, k, v, attn_mask=torch.randn(3, 3))
+        attend(q, k, v, attn_mask=torch.randn(3, 3, requires_grad=True))
     except LongmeshError as error:
         return str(error)
     return ""
 
 
-def test_a_plain_bias_is_refused(pool):
-    for text in pool.run(plain_bias, ranks=2):
+def test_a_plain_bias_that_is_trained_is_refused(pool):
+    for text in pool.run(trained_bias, ranks=2):
         assert "mixes a DTensor with a plain tensor" in text and "Tensor(3, 3)" in text
 
 

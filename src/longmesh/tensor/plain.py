@@ -152,6 +152,8 @@ def _is_mask(func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwar
     Kernels name it. Where torch computes attention op by op (dropout on CPUs) it is added to the scores, and looks like
     any other operand; there a mask is known by its values, 0 and -inf, where reading them waits for nothing.
     """
+    if tensor.requires_grad:  # it is trained: its gradient would have no layout
+        return False
     if func._schema.name.startswith("aten::_scaled_dot_product"):
         named = zip((a.name for a in func._schema.arguments), args, strict=False)
         return any(t is tensor for name, t in (*named, *kwargs.items()) if name in ("attn_mask", "attn_bias"))
