@@ -116,7 +116,9 @@ class Book:
     def hide(self, sequence: Sequence, span: Span) -> None:
         """No query sees these positions, which come after those that were hidden before."""
         self.check(sequence)
-        if span[0] < span[1]:
+        if sequence.hidden and sequence.hidden[-1][1] == span[0]:
+            sequence.hidden = (*sequence.hidden[:-1], (sequence.hidden[-1][0], span[1]))
+        elif span[0] < span[1]:
             sequence.hidden = (*sequence.hidden, span)
 
     def extend(self, entries: Listed[tuple[Sequence, int]]) -> list[Copy]:

@@ -118,7 +118,7 @@ class PagePool:
 
     def step(self, entries: Listed[tuple[Sequence, int]], *, cut: bool = False) -> Step:
         """Plan a step of new tokens for each of these sequences. Local, and the same on every rank."""
-        if self._open is not None and self._open.is_open:
+        if self.open_step is not None:
             raise LongmeshError("the step before this one was not committed; call its commit() first")
         copies = self.book.extend(entries)
         for rank, source, target in copies:
@@ -128,6 +128,11 @@ class PagePool:
                         store.copy(source, target)
         self._open = Step(self, entries, cut=cut)
         return self._open
+
+    @property
+    def open_step(self) -> Step | None:
+        """The step that is not committed yet."""
+        return self._open if self._open is not None and self._open.is_open else None
 
     # -- memory ----------------------------------------------------------------------------------
 

@@ -23,9 +23,11 @@ from longmesh.hf.verify import Verification, verify
 
 if TYPE_CHECKING:
     from longmesh.hf.loop import cut_batch, prepare
+    from longmesh.hf.sharded_cache import ShardedCache
     from longmesh.hf.trainer import Trainer
 
 __all__ = [
+    "ShardedCache",
     "Trainer",
     "Verification",
     "context_parallel",
@@ -41,6 +43,8 @@ def __getattr__(name: str) -> Any:
     """Names that need more than transformers, imported when they are asked for."""
     if name == "Trainer":
         return importlib.import_module("longmesh.hf.trainer").Trainer
+    if name == "ShardedCache":
+        return importlib.import_module("longmesh.hf.sharded_cache").ShardedCache
     if name in ("cut_batch", "prepare"):
         return getattr(importlib.import_module("longmesh.hf.loop"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

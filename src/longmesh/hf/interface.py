@@ -20,6 +20,8 @@ from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.errors import LongmeshError
 from longmesh.hf import private
+from longmesh.hf.cached_attention import CachedLength, attend_cached, cached_mask
+from longmesh.hf.cached_keys import CachedKeys
 from longmesh.hf.gather import dense
 from longmesh.hf.mask_functions import mask_of
 from longmesh.hf.open_batch import as_whole, current_batch, current_look, is_fusing, is_whole
@@ -59,6 +61,21 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (batch, heads, tokens, head dim) in, (batch, tokens, heads, head dim) out."""
     cut, batch = current_cut(), current_batch()
+    if isinstance(key, CachedKeys):
+        _refuse_unknown(module, {"position_bias": position_bias, **kwargs})
+        return attend_cached(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
     if cut is None or is_whole() or (batch is not None and batch.is_outside(module)):
         return _by_sdpa(
             module,
@@ -179,6 +196,8 @@ def mask_tensor(
     **kwargs: Any,
 ) -> Any:
     """transformers' mask function: over a cut sequence what the mask means, elsewhere sdpa's tensor."""
+    if isinstance(kv_length, CachedLength):
+        return cached_mask(kv_length, batch_size, q_length, mask_function, attention_mask, device)
     batch = current_batch()
     of_features = is_fusing() and batch is not None and q_length != batch.length
     if current_cut() is None or of_features:

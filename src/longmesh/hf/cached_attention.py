@@ -1,0 +1,142 @@
+"""Attention of a model's new tokens over a `ShardedCache`, and its masks: what the interface calls for such keys.
+
+A model's mask is made before its layers run, from the cache's lengths; they know the cache, so that the mask can be
+a description instead of a tensor of all pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longmesh._torch import no_subclass_functions
+from longmesh.attention.mask.block import UNBOUNDED
+from longmesh.errors import LongmeshError
+from longmesh.hf.cached_batch import CachedBatch
+from longmesh.hf.cached_keys import CachedKeys
+from longmesh.hf.mask_functions import mask_of
+
+
+class CachedLength(int):
+    """How many keys a mask is over, those of a cache."""
+
+    batch: CachedBatch
+
+    @staticmethod
+    def of(length: int, batch: CachedBatch) -> CachedLength:
+        found = CachedLength(length)
+        found.batch = batch
+        return found
+
+
+class CachedMask(torch.Tensor):
+    """Stands for a causal mask over a cache, shaped (rows, 1, new tokens, all tokens). `window`: None for all keys."""
+
+    window: int | None
+
+    @staticmethod
+    def of(window: int | None, shape: tuple[int, int, int], device: torch.device | str) -> CachedMask:
+        rows, new, length = shape
+        one = torch.ones((), dtype=torch.bool, device=device).expand(rows, 1, new, length)
+        found = one.as_subclass(CachedMask)
+        found.window = window
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        with no_subclass_functions():
+            found = func(*args, **(kwargs or {}))
+        if not isinstance(found, Tensor) or name == "__get__":
+            return found
+        if name in ("to", "contiguous", "clone", "detach", "bool", "expand"):
+            kept = found.as_subclass(CachedMask)
+            kept.window = args[0].window
+            return kept
+        raise LongmeshError(
+            f"the model computes with its attention mask ({name}); over a sharded cache there is no such tensor: use "
+            "transformers' DynamicCache with this model"
+        )
+
+
+def cached_mask(
+    kv_length: CachedLength,
+    batch_size: int,
+    q_length: int,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None,
+    device: torch.device | str,
+) -> CachedMask:
+    """The mask of a model whose cache is sharded."""
+    batch = kv_length.batch
+    if batch.step is None or not batch.step.is_cut or batch.updated:
+        batch.see_mask(attention_mask, q_length)
+    mask = mask_of(mask_function, None)
+    lo, hi = (None, None) if mask is None else mask.band() or (None, None)
+    if hi != 0 or lo is None:
+        raise LongmeshError(
+            f"hf.ShardedCache: the model's mask ({mask}) is neither causal nor a causal sliding window; use "
+            "transformers' DynamicCache with this model"
+        )
+    window = None if lo == -UNBOUNDED else 1 - lo
+    return CachedMask.of(window, (batch_size, q_length, int(kv_length)), device)
+
+
+def attend_cached(
+    module: nn.Module,
+    query: Tensor,
+    key: CachedKeys,
+    value: Tensor,
+    mask: Any,
+    *,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, None]:
+    """transformers' attention function for keys of a `ShardedCache`. Collective: every rank."""
+    link, name = key.link, type(module).__name__
+    step = link.batch.step
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if mask is not None and not isinstance(mask, CachedMask):
+        raise LongmeshError(
+            f"{name} was given a mask tensor, which a sharded cache can't use; give padding as a 2-D attention_mask"
+        )
+    if dropout or not causal or not isinstance(value, CachedKeys) or value.link.layer != link.layer:
+        why = (
+            "dropout: call model.eval()"
+            if dropout
+            else "attention that is not causal, or values of another layer"
+        )
+        raise LongmeshError(f"{name} asks of a sharded cache {why}")
+    assert step is not None, "attention runs inside a step"
+    window = mask.window if mask is not None else sliding_window
+    source, width = None, None
+    if key.is_real or value.is_real:
+        k, v = (t if t.is_real else link.real(t.is_values) for t in (key, value))
+        with no_subclass_functions():
+            k, v = k.as_subclass(Tensor), v.as_subclass(Tensor)
+        if k.ndim != 4 or k.shape[0] != 1 or k.shape[-2] != link.num_tokens or v.shape[:3] != k.shape[:3]:
+            raise LongmeshError(
+                f"{name} made keys {tuple(k.shape)} and values {tuple(v.shape)} of {link.num_tokens} cached tokens; "
+                "use transformers' DynamicCache with this model"
+            )
+        source, width = link.given(k, v), v.shape[-1]
+    out = step.attend_written(
+        link.layer,
+        link.batch.pack(query),
+        window=window,
+        sinks=sinks,
+        softcap=softcap,
+        scale=scaling,
+        source=source,
+        v_head_dim=width,
+    )
+    return link.batch.unpack(out, query), None

@@ -1,0 +1,203 @@
+"""The rows of a batch in a pool: what all layers of a `ShardedCache` share.
+
+    rows      0: . . a b c d      1: e f g h i j        "." padding on the left, which is never stored
+    sequences 0: a b c d          1: e f g h i j
+
+A forward pass is one step, begun by the first layer that is updated, or by `prefill`, and ended by the next one.
+Lengths are those of the padded rows, as transformers counts them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longmesh.cache import PagePool, Sequence, Step
+from longmesh.errors import LongmeshError
+
+
+class CachedBatch:
+    """Sequences of one pool, a row of the batch each. The same on every rank."""
+
+    def __init__(self, pool: PagePool, num_layers: int) -> None:
+        self.pool, self.num_layers = pool, num_layers
+        self.sequences: list[Sequence] = []
+        self.pads: list[int] = []
+        self.length = 0
+        self.step: Step | None = None
+        self.updated: set[int] = set()
+        self._new = 0  # tokens of a row in the step
+        self._cropped = [0] * num_layers
+        self._mask: Tensor | None = None  # (rows, length): which tokens are seen; None: all
+        self._next_mask: Tensor | None = None
+        self._kept: Tensor | None = None  # of the step's (row, token) pairs those that are stored; None: all
+
+    def length_of(self, layer: int) -> int:
+        """The tokens of a layer: those of the running step only after its update."""
+        is_behind = self.step is not None and layer not in self.updated
+        return self.length - (self._new if is_behind else 0) - self._cropped[layer]
+
+    # -- a forward pass ----------------------------------------------------------------------------
+
+    def see_mask(self, mask: Tensor | None, num_new: int) -> None:
+        """The padding mask (rows, tokens) that the next step's model was given."""
+        length = self.length
+        if mask is None or bool(mask.all()):
+            mask = None
+        else:
+            if mask.shape[1] < length + num_new:
+                raise LongmeshError(
+                    f"attention_mask has {mask.shape[1]} columns; the cache holds {length} tokens and {num_new} are "
+                    f"new, so give {length + num_new}"
+                )
+            mask = mask[:, : length + num_new].bool()
+        before = None if mask is None else mask[:, :length]
+        known = self._mask if self._mask is None else self._mask[:, :length]
+        if length and not _same_mask(before, known):
+            raise LongmeshError(
+                "attention_mask hides other cached tokens than when they were cached; give the mask of all tokens so "
+                "far, the cached ones as before"
+            )
+        self._next_mask = mask
+
+    def extended_mask(self, num_new: int) -> Tensor | None:
+        """The mask of all cached tokens and of `num_new` more that are seen; None if nothing is hidden."""
+        if self._mask is None:
+            return None
+        return torch.cat([self._mask, self._mask.new_ones((len(self._mask), num_new))], 1)
+
+    def begin(self, num_rows: int, num_new: int, *, cut: bool = False) -> Step:
+        """Begin a step of `num_new` tokens for each row."""
+        self.finish()
+        if any(self._cropped):
+            raise LongmeshError("some layers of the cache were cropped and others not; use cache.crop(-n)")
+        if not self.sequences:
+            self.sequences = [self.pool.sequence() for _ in range(num_rows)]
+            self.pads = [0] * num_rows
+        if num_rows != len(self.sequences):
+            raise LongmeshError(
+                f"the cache holds {len(self.sequences)} rows and the model was given {num_rows}: generate() repeats "
+                "the ids for beams and num_return_sequences, but not a cache that was filled before; call "
+                f"cache.batch_repeat_interleave({num_rows // len(self.sequences) or 1}) first"
+            )
+        counts, self._kept = self._count_new(num_new)
+        entries = list(zip(self.sequences, counts, strict=True))
+        self.reserve(counts)
+        self.step = self.pool.step(entries, cut=cut)
+        self.updated, self._new = set(), num_new
+        self.length += num_new
+        return self.step
+
+    def reserve(self, counts: list[int]) -> None:
+        """See to it that the pool has pages for so many more tokens of each row: in proportion to what it has."""
+        book = self.pool.book
+        needed = book.needed(zip(self.sequences, counts, strict=True))
+        short = max(n - ledger.num_free for n, ledger in zip(needed, book.ledgers, strict=True))
+        if short > 0:
+            self.pool.grow(max(short, book.ledgers[0].num_pages // 64))
+
+    def finish(self) -> None:
+        """End the running step; all of its tokens stay."""
+        if self.pool.open_step is not None:
+            self.pool.open_step.commit()
+        self.step = None
+
+    def pack(self, x_BHnD: Tensor) -> Tensor:
+        """(T, H, D): the step's tokens of (rows, heads, new tokens, head dim), or this rank's part of them."""
+        assert self.step is not None, "tokens are packed inside a step"
+        if self.step.is_cut:
+            return x_BHnD[0].transpose(0, 1)[: len(self.step.rows)]
+        flat = x_BHnD.transpose(1, 2).flatten(0, 1)
+        return flat if self._kept is None else flat[self._kept.to(flat.device)]
+
+    def unpack(self, x_THE: Tensor, like_BHnD: Tensor) -> Tensor:
+        """(rows, new tokens, heads, head dim) of the step's tokens; 0 for those that are not stored."""
+        assert self.step is not None, "tokens are unpacked inside a step"
+        B, _, n, _ = like_BHnD.shape
+        if len(x_THE) == B * n:
+            return x_THE.unflatten(0, (B, n))
+        flat = x_THE.new_zeros((B * n, *x_THE.shape[1:]))
+        if self._kept is None or self.step.is_cut:  # a rank without a token of its own runs one in vain
+            flat[: len(x_THE)] = x_THE
+        else:
+            flat[self._kept.to(flat.device)] = x_THE
+        return flat.unflatten(0, (B, n))
+
+    def _count_new(self, num_new: int) -> tuple[list[int], Tensor | None]:
+        """How many of each row's new tokens are stored, and which; notes those that are stored and hidden."""
+        mask, self._next_mask = self._next_mask, None
+        if mask is None and self._mask is None:
+            return [num_new] * len(self.sequences), None
+        whole = (
+            torch.ones((len(self.sequences), self.length + num_new), dtype=torch.bool)
+            if mask is None
+            else mask.cpu()
+        )
+        if self._mask is not None and mask is None:
+            whole[:, : self.length] = self._mask
+        self._mask = whole
+        counts, kept = [], []
+        for row, sequence in enumerate(self.sequences):
+            new = whole[row, self.length :].tolist()
+            leading = 0
+            if not sequence.length:
+                leading = next((i for i, seen in enumerate(new) if seen), num_new)
+                self.pads[row] += leading
+            at = sequence.length
+            for i, seen in enumerate(new[leading:]):
+                if not seen:
+                    self.pool.book.hide(sequence, (at + i, at + i + 1))
+            counts.append(num_new - leading)
+            kept += [row * num_new + i for i in range(leading, num_new)]
+        is_whole = len(kept) == num_new * len(self.sequences)
+        return counts, None if is_whole else torch.tensor(kept, dtype=torch.int64)
+
+    # -- changes between steps -----------------------------------------------------------------------
+
+    def crop_layer(self, layer: int, num_tokens: int) -> None:
+        """Take back the last tokens of a layer; done when it was said of all layers."""
+        self.finish()
+        if num_tokens > self.length_of(layer):
+            raise LongmeshError(f"crop({-num_tokens}): the cache holds {self.length_of(layer)} tokens")
+        self._cropped[layer] += num_tokens
+        common = min(self._cropped)
+        if not common:
+            return
+        self._cropped = [n - common for n in self._cropped]
+        self.length -= common
+        for row, sequence in enumerate(self.sequences):
+            self.pool.crop(sequence, max(0, self.length - self.pads[row]))
+            self.pads[row] = min(self.pads[row], self.length)
+        self._mask = None if self._mask is None else self._mask[:, : self.length]
+
+    def select(self, order: list[int]) -> None:
+        """Rows ``order[0], order[1], ...`` become the rows."""
+        self.finish()
+        self.sequences = self.pool.reorder(self.sequences, order)
+        self.pads = [self.pads[i] for i in order]
+        self._mask = None if self._mask is None else self._mask[order]
+
+    def reset(self) -> None:
+        """Forget all rows; the pool's pages stay."""
+        self.finish()
+        for sequence in self.sequences:
+            self.pool.free(sequence)
+        self.sequences, self.pads, self.length = [], [], 0
+        self._mask, self._next_mask, self._cropped = None, None, [0] * self.num_layers
+
+    def fork(self) -> CachedBatch:
+        """The same rows, in the same pages."""
+        self.finish()
+        branch = CachedBatch(self.pool, self.num_layers)
+        branch.sequences = [self.pool.fork(sequence) for sequence in self.sequences]
+        branch.pads, branch.length, branch._mask = list(self.pads), self.length, self._mask
+        branch._cropped = list(self._cropped)
+        return branch
+
+
+def _same_mask(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two masks hide the same tokens; None hides none."""
+    if one is None or other is None:
+        given = other if one is None else one
+        return given is None or bool(given.all())
+    return one.shape == other.shape and torch.equal(one.cpu(), other.cpu())

@@ -1,0 +1,131 @@
+"""Filling a `ShardedCache` with a prompt: each rank runs the model on the tokens whose keys it holds.
+
+    tokens of a chunk   0 1 2 3 4 5 6 7        page 2, 2 ranks
+    rank 0 runs         0 1     4 5            positions 0 1 4 5, as one packed row
+    rank 1 runs             2 3     6 7
+
+Everything but attention works token by token, so the packed row may hold tokens of several rows of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longmesh.cache.check import digest_of
+from longmesh.comm.agree import agree
+from longmesh.errors import LongmeshError
+from longmesh.hf.cached_batch import CachedBatch
+
+if TYPE_CHECKING:
+    from longmesh.hf.sharded_cache import ShardedCache
+
+
+class _Signature(NamedTuple):
+    shape: tuple[int, ...]
+    tokens: int
+    mask: int
+    cached: int
+    chunk: int
+    generator: int
+
+
+def prefill(
+    batch: CachedBatch, cache: ShardedCache, model: Any, ids: Tensor, mask: Tensor | None, chunk: int
+) -> None:
+    """Cache the prompt `ids` (rows, tokens). Collective: every rank."""
+    error = _find_problem(batch, model, ids, mask, chunk)
+    group = batch.pool.group
+    if group is not None:
+        signature = None if error is not None else _sign(batch, ids, mask, chunk)
+        agree("ShardedCache.prefill", signature, error, group, str(ids.device))
+    elif error is not None:
+        raise error
+    batch.pool.has_agreed = True
+    rows, length = ids.shape
+    if not length or not rows:
+        return
+    mask = _whole_mask(batch, ids, mask)
+    size = math.ceil(chunk / rows)
+    if not batch.sequences:
+        batch.sequences, batch.pads = [batch.pool.sequence() for _ in range(rows)], [0] * rows
+    with torch.no_grad():
+        for start in range(0, length, size):
+            part = ids[:, start : start + size]
+            batch.finish()
+            batch.see_mask(None if mask is None else mask[:, : batch.length + part.shape[1]], part.shape[1])
+            if start == 0 and mask is None:
+                batch.reserve([length] * rows)
+            _run_chunk(batch, cache, model, part)
+    batch.finish()
+
+
+def _run_chunk(batch: CachedBatch, cache: ShardedCache, model: Any, ids: Tensor) -> None:
+    """One step with cut queries."""
+    step = batch.begin(*ids.shape, cut=True)
+    entries = step.plan.entries
+    positions = torch.cat([torch.arange(entry.start, entry.stop) for entry in entries])
+    kept = [ids[row, ids.shape[1] - entry.num_tokens :] for row, entry in enumerate(entries)]
+    rows = (
+        step.rows if len(step.rows) else torch.zeros(1, dtype=torch.int64)
+    )  # a model runs one token at least
+    tokens = torch.cat(kept)
+    if not len(tokens):
+        return
+    body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    body(
+        input_ids=tokens[rows.to(ids.device)][None],
+        position_ids=positions[rows].to(ids.device)[None],
+        past_key_values=cache,
+        use_cache=True,
+    )
+
+
+def _whole_mask(batch: CachedBatch, ids: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask of all tokens, the cached ones included."""
+    if mask is None:
+        return batch.extended_mask(ids.shape[1])
+    if mask.shape[1] == ids.shape[1] and batch.length:
+        before = batch.extended_mask(0)
+        seen = torch.ones((ids.shape[0], batch.length), dtype=torch.bool) if before is None else before
+        return torch.cat([seen, mask.bool().cpu()], 1)
+    return mask.bool().cpu()
+
+
+def _sign(batch: CachedBatch, ids: Tensor, mask: Tensor | None, chunk: int) -> _Signature:
+    seen = 0 if mask is None else digest_of(mask)
+    return _Signature(tuple(ids.shape), digest_of(ids), seen, batch.length, chunk, batch.pool.random_state())
+
+
+def _find_problem(
+    batch: CachedBatch, model: Any, ids: Tensor, mask: Tensor | None, chunk: int
+) -> LongmeshError | None:
+    used = getattr(model.config, "_attn_implementation", None)
+    if used != "longmesh":
+        return LongmeshError(
+            f"ShardedCache.prefill: the model's attention is {used!r}; call hf.register() and load the model with "
+            "attn_implementation='longmesh'"
+        )
+    if ids.ndim != 2:
+        return LongmeshError(
+            f"ShardedCache.prefill: input_ids of shape {tuple(ids.shape)}; give (rows, tokens)"
+        )
+    if chunk < 1:
+        return LongmeshError(f"ShardedCache.prefill: chunk={chunk}; give 1 or more tokens")
+    if batch.sequences and len(batch.sequences) != len(ids):
+        return LongmeshError(
+            f"ShardedCache.prefill: {len(ids)} rows of ids, and the cache holds {len(batch.sequences)}; give as many, "
+            "or cache.reset() first"
+        )
+    if mask is not None and mask.shape not in (
+        (len(ids), ids.shape[1]),
+        (len(ids), ids.shape[1] + batch.length),
+    ):
+        return LongmeshError(
+            f"ShardedCache.prefill: attention_mask {tuple(mask.shape)} and input_ids {tuple(ids.shape)}; give a mask "
+            "of these tokens, or of all that are cached and these"
+        )
+    return None
