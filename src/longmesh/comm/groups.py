@@ -9,9 +9,11 @@ together. Plans are the same on every rank, so they all need it at the same mome
 
 from __future__ import annotations
 
-import weakref
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,18 +61,21 @@ class MeshComm:
         self.is_member = coordinate is not None
         self.shape = MeshShape.of(mesh)
         self.coordinate: Coordinate = tuple(coordinate or [0] * mesh.ndim)
-        self._mesh = weakref.ref(mesh)
+        self.mesh = mesh
         # Read once: a compiler that traces with fake tensors could not read the mesh's own.
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self._groups: dict[tuple[int, ...], AxisGroup] = {}
         # In-place ops on the mesh's tensors in inference mode, where torch does not count them (tensor/view_origin.py).
         self.num_writes = 0
+        # Of tensors on the mesh: their interned layouts, and what those of other sizes share (tensor/tensor_layout.py).
+        self.layouts: dict[tuple[Any, ...], Any] = {}
+        self.kinds: dict[tuple[Any, ...], Any] = {}
+        # What functions under `kept_by_mesh` returned.
+        self.results: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        mesh = self._mesh()
-        assert mesh is not None, "a MeshComm lives no longer than its mesh"
-        return mesh
+    def __reduce__(self) -> tuple[Any, ...]:
+        """None in a copy of the mesh, which gets its own."""
+        return type(None), ()
 
     def group(self, axes: tuple[int, ...]) -> AxisGroup:
         """The group over `axes`. Collective over them the first time, if there are several."""
@@ -83,8 +88,7 @@ class MeshComm:
         return self.ranks[self.shape.index(coordinate)]
 
     def _make(self, axes: tuple[int, ...]) -> AxisGroup:
-        mesh = self._mesh()
-        assert mesh is not None, "a MeshComm outlived its mesh"
+        mesh = self.mesh
         members: dict[int, Coordinate] = {}
         for places in product(*(range(self.shape.sizes[a]) for a in axes)):
             coordinate = list(self.coordinate)
@@ -125,38 +129,51 @@ def backend_of(process_group: dist.ProcessGroup, device: str) -> str:
     return found.get(device, dist.get_backend(process_group))
 
 
-class _Registry:
-    """One MeshComm per DeviceMesh object, for as long as the mesh lives.
-
-    Keyed by identity: two equal meshes may belong to different process groups (a destroyed world
-    and its successor).
-    """
-
-    def __init__(self) -> None:
-        self._comms: dict[int, MeshComm] = {}
-
-    def get(self, mesh: DeviceMesh) -> MeshComm:
-        comm = self._comms.get(id(mesh))
-        if comm is None:
-            comm = MeshComm(mesh)
-            self._comms[id(mesh)] = comm
-            weakref.finalize(mesh, self._comms.pop, id(mesh), None)
-        return comm
-
-
-_registry = _Registry()
+# Where a mesh holds its MeshComm. What is known of a mesh is in the mesh, not in a table beside it: layouts and plans
+# point back to the mesh, and a table would keep it alive.
+_HELD_AS = "_longmesh_comm"
 
 
 def comm_anywhere(mesh: DeviceMesh) -> MeshComm:
-    """The MeshComm of a mesh; made on first use. Also on a rank that is not in the mesh (`is_member`)."""
-    return _registry.get(mesh)
+    """The MeshComm of a mesh; made on first use. Also on a rank that is not in the mesh (`is_member`).
+
+    One per mesh object: two equal meshes may belong to different process groups (a destroyed world and its successor).
+    """
+    comm = mesh.__dict__.get(_HELD_AS)
+    if comm is None or comm.mesh is not mesh:  # copy.copy gives a mesh another's
+        comm = MeshComm(mesh)
+        setattr(mesh, _HELD_AS, comm)
+    return comm
 
 
 def comm_of(mesh: DeviceMesh) -> MeshComm:
     """The same; raises on a rank that is not in the mesh."""
-    comm = _registry.get(mesh)
+    comm = comm_anywhere(mesh)
     if not comm.is_member:
         raise NotDistributedError(
             f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}; call this on the mesh's own ranks only"
         )
     return comm
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def kept_by_mesh(
+    maxsize: int,
+) -> Callable[[Callable[Concatenate[MeshComm, P], R]], Callable[Concatenate[MeshComm, P], R]]:
+    """`functools.lru_cache` for a function whose first argument is a MeshComm: one cache a mesh, gone with the mesh."""
+
+    def decorate(function: Callable[Concatenate[MeshComm, P], R]) -> Callable[Concatenate[MeshComm, P], R]:
+        @functools.wraps(function)
+        def call(comm: MeshComm, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            cached = comm.results.get(function)
+            if cached is None:
+                cached = functools.lru_cache(maxsize)(functools.partial(function, comm))
+                comm.results[function] = cached
+            return cached(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -16,11 +16,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import functorch_level
-from longmesh.comm import MeshComm, comm_anywhere, run_plan
+from longmesh.comm import MeshComm, comm_anywhere, kept_by_mesh, run_plan
 from longmesh.comm.agree import agree
 from longmesh.comm.verify import broadcast_replicas, verify_local_shapes
 from longmesh.errors import LongmeshError
-from longmesh.spec import Layout, Partial, Placement, Replicate
+from longmesh.spec import Layout, MeshShape, Partial, Placement, Replicate
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.dtensor import DTensor, wrap
 from longmesh.tensor.foreign import refuse_transformed
@@ -38,15 +38,14 @@ from longmesh.tensor.view_origin import is_outdated, refresh
 
 @functools.lru_cache(maxsize=4096)
 def _layout_of_parts(
-    comm: MeshComm, placements: tuple[Placement, ...], ndim: int, dtype: torch.dtype
+    mesh: MeshShape, placements: tuple[Placement, ...], ndim: int, dtype: torch.dtype
 ) -> Layout:
-    layout = Layout(comm.shape, normalize_placements(placements, ndim, "from_local"))
+    layout = Layout(mesh, normalize_placements(placements, ndim, "from_local"))
     check_averages(layout, dtype)
     return layout
 
 
-@functools.lru_cache(maxsize=4096)
-def held_of_parts(
+def make_of_parts(
     comm: MeshComm,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
@@ -54,11 +53,14 @@ def held_of_parts(
     dtype: torch.dtype,
 ) -> TensorLayout:
     """What equal parts of `shape` make up; `stride` of a part, None if it is contiguous."""
-    layout = _layout_of_parts(comm, placements, len(shape), dtype)
+    layout = _layout_of_parts(comm.shape, placements, len(shape), dtype)
     layout.check_ndim(len(shape), shape)
     whole = even_global_shape(layout, shape)
     strides = contiguous_stride(whole) if stride is None else stride_like(whole, stride)
     return tensor_layout(comm.mesh, layout, whole, strides, dtype)
+
+
+held_of_parts = kept_by_mesh(4096)(make_of_parts)
 
 
 class LocalArguments(NamedTuple):

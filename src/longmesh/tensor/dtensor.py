@@ -366,7 +366,7 @@ def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Pla
     stride = None if local.is_contiguous() else local.stride()
     of_parts = autograd.held_of_parts
     if any(type(size) is not int for size in local.shape):  # symbolic sizes don't hash
-        of_parts = of_parts.__wrapped__
+        of_parts = autograd.make_of_parts
     held = of_parts(comm_anywhere(mesh), placements, local.shape, stride, local.dtype)
     return wrap(local.detach() if held.comm.is_member else local.new_empty(0), held)
 

@@ -5,7 +5,6 @@ Functions of the user see the indices of the whole tensors, whatever a rank hold
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from longmesh.attention.layout.given import Given
 from longmesh.attention.mods.captured import captured_tensors
 from longmesh.attention.scope import flex
 from longmesh.attention.scope.cut_sequence import CutSequence, check_heads
-from longmesh.comm import MeshComm, comm_of
+from longmesh.comm import MeshComm, comm_of, kept_by_mesh
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Placement, Replicate, Shard
 from longmesh.tensor.dtensor import DTensor
@@ -118,7 +117,7 @@ def _moved(score_mod: Callable[..., Tensor] | None, first: tuple[int, int]) -> C
     return lambda score, b, h, q_idx, kv_idx: score_mod(score, b + b0, h + h0, q_idx, kv_idx)
 
 
-@functools.lru_cache(maxsize=256)
+@kept_by_mesh(256)
 def _cut_sequence(comm: MeshComm, layout: Layout, seq_len: int) -> CutSequence:
     """Keyed by the mesh object: equal ones may belong to different process groups."""
     mesh, axes = comm.mesh, layout.cuts(_TOKENS)

@@ -101,61 +101,51 @@ class TensorLayout:
         return plan
 
 
-# More layouts than this are no working set.
+# More layouts of one mesh than this are no working set.
 _MAX_LAYOUTS = 1 << 13
 
 
-class _Registry:
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], TensorLayout] = {}
-        self._kinds: dict[tuple[Any, ...], Kind] = {}
-
-    def get(
-        self,
-        mesh: DeviceMesh,
-        layout: Layout,
-        shape: Sequence[int],
-        stride: Sequence[int],
-        dtype: torch.dtype,
-        reduced: Layout | None = None,
-        is_copied_view: bool = False,
-    ) -> TensorLayout:
-        comm = comm_anywhere(mesh)
-        key = (comm, layout, shape, stride, dtype, reduced, is_copied_view)
-        try:
-            found = self._known.get(key)
-        except TypeError:
-            if type(shape) is list or type(stride) is list:
-                return self.get(mesh, layout, tuple(shape), tuple(stride), dtype, reduced, is_copied_view)
-            return self._make(mesh, key, is_symbolic=True)
-        if found is None:
-            if len(self._known) >= _MAX_LAYOUTS:  # sizes that never come back; those in use are made again
-                self._known.clear()
-                self._kinds.clear()
-            found = self._known[key] = self._make(mesh, key, is_symbolic=False)
-        return found
-
-    def _make(self, mesh: DeviceMesh, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorLayout:
-        held = object.__new__(TensorLayout)
-        held.mesh = mesh
-        held.comm, held.layout, held.shape, held.stride, held.dtype, held.reduced, held.is_copied_view = key
-        held.is_symbolic = is_symbolic
-        held.face_stride = (
-            held.stride if is_symbolic or held.stride != contiguous_stride(held.shape) else None
-        )
-        held.is_sharded_inside = any(0 < dim < len(held.shape) - 1 for dim in held.layout.shard_dims)
-        held.routes = {}
-        held.plans = {}
-        held.has_lookup = any(isinstance(p, MaskPartial) for p in held.layout.placements)
-        held.kind = Kind() if is_symbolic else self._kind(held)
-        return held
-
-    def _kind(self, held: TensorLayout) -> Kind:
-        sizes = tuple([n if n < 2 else 2 for n in held.shape])
-        key = (held.comm, held.layout, held.dtype, held.reduced, held.is_copied_view, sizes)
-        return self._kinds.setdefault(key, Kind())
+def tensor_layout(
+    mesh: DeviceMesh,
+    layout: Layout,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    reduced: Layout | None = None,
+    is_copied_view: bool = False,
+) -> TensorLayout:
+    """The one TensorLayout of these, found in the mesh: it lives as long as the mesh, or as tensors that have it."""
+    comm = comm_anywhere(mesh)
+    key = (layout, shape, stride, dtype, reduced, is_copied_view)
+    try:
+        found = comm.layouts.get(key)
+    except TypeError:
+        if type(shape) is list or type(stride) is list:
+            return tensor_layout(mesh, layout, tuple(shape), tuple(stride), dtype, reduced, is_copied_view)
+        return _make(comm, key, is_symbolic=True)
+    if found is None:
+        if len(comm.layouts) >= _MAX_LAYOUTS:  # sizes that never come back; those in use are made again
+            comm.layouts.clear()
+            comm.kinds.clear()
+        found = comm.layouts[key] = _make(comm, key, is_symbolic=False)
+    return found
 
 
-_registry = _Registry()
+def _make(comm: MeshComm, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorLayout:
+    held = object.__new__(TensorLayout)
+    held.mesh, held.comm = comm.mesh, comm
+    held.layout, held.shape, held.stride, held.dtype, held.reduced, held.is_copied_view = key
+    held.is_symbolic = is_symbolic
+    held.face_stride = held.stride if is_symbolic or held.stride != contiguous_stride(held.shape) else None
+    held.is_sharded_inside = any(0 < dim < len(held.shape) - 1 for dim in held.layout.shard_dims)
+    held.routes = {}
+    held.plans = {}
+    held.has_lookup = any(isinstance(p, MaskPartial) for p in held.layout.placements)
+    held.kind = Kind() if is_symbolic else _kind(held)
+    return held
 
-tensor_layout = _registry.get
+
+def _kind(held: TensorLayout) -> Kind:
+    sizes = tuple([n if n < 2 else 2 for n in held.shape])
+    key = (held.layout, held.dtype, held.reduced, held.is_copied_view, sizes)
+    return held.comm.kinds.setdefault(key, Kind())

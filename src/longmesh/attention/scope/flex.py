@@ -31,6 +31,7 @@ from longmesh.attention.scope.cut_block_mask import CutBlockMask, MaskMod, cut_b
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.open_scopes import current_cut, engine_for
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
+from longmesh.comm import MeshComm, comm_of, kept_by_mesh
 from longmesh.errors import LongmeshError
 
 
@@ -132,15 +133,16 @@ def create_cp_block_mask(
             f"create_cp_block_mask: {Q_LEN} queries and {KV_LEN} keys; a cut sequence has one length"
         )
     engine = engine_for("create_cp_block_mask", device_mesh, Q_LEN, load_balancer)
-    return _cp_block_mask(mask_mod, masks.mask_mod(mask_mod, rows=B or 1), B, H, engine)
+    whole = masks.mask_mod(mask_mod, rows=B or 1)
+    return _cp_block_mask(comm_of(device_mesh), mask_mod, whole, B, H, engine)
 
 
-@functools.lru_cache(maxsize=64)
+@kept_by_mesh(64)
 def _cp_block_mask(
-    mask_mod: MaskMod, whole: Mask, B: int | None, H: int | None, engine: ContextParallel
+    comm: MeshComm, mask_mod: MaskMod, whole: Mask, B: int | None, H: int | None, engine: ContextParallel
 ) -> CutBlockMask:
     """Made once for a mask, sizes and a layout, which is the engine's."""
-    device = "cpu" if engine.mesh is None else engine.mesh.device_type
+    device = comm.mesh.device_type
     return cut_block_mask(mask_mod, whole, engine.positions, engine.plan.seq_len, B=B, H=H, device=device)
 
 

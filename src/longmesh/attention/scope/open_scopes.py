@@ -6,7 +6,6 @@ scope of the thread was opened with another layout.
 
 from __future__ import annotations
 
-import functools
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,7 @@ from longmesh.attention.layout.zigzag import Zigzag
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.intercept import AttentionMode, Handlers
-from longmesh.comm import MeshComm, comm_of
+from longmesh.comm import MeshComm, comm_of, kept_by_mesh
 from longmesh.errors import LongmeshError
 
 
@@ -63,7 +62,7 @@ def cut_over(
     return _cut_over(comm_of(mesh), seq_len, seen, how, exchange or _state.get().exchange)
 
 
-@functools.lru_cache(maxsize=64)
+@kept_by_mesh(64)
 def _cut_over(
     comm: MeshComm, seq_len: int, mask: Mask | None, layout: Layout, exchange: Exchange | str
 ) -> CutSequence:
