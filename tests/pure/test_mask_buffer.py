@@ -67,6 +67,18 @@ def test_a_dropped_result_gives_its_reference_back():
     assert buffer.data is None and memory() is None
 
 
+def test_a_mask_is_applied_once_for_all_aliases():
+    first = PendingLookup.of_mask(MASK.clone())
+    alias, clone = first.share(), first.copy()
+    memory, own = torch.ones(2, 2), torch.ones(2, 2)
+    first.take(memory)
+    memory.add_(1)
+    alias.take(memory)
+    clone.take(own)
+    assert torch.equal(memory, 1 + torch.ones(2, 2).masked_fill(MASK, 0))
+    assert torch.equal(own, torch.ones(2, 2).masked_fill(MASK, 0))
+
+
 def test_a_settled_layout_is_a_plain_sum():
     mesh = MeshShape((2, 2))
     assert without_mask(Layout(mesh, [MaskPartial(), Shard(0)])) is Layout(mesh, [Partial(), Shard(0)])

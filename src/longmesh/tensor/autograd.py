@@ -210,20 +210,14 @@ def check_current(tensor: DTensor) -> None:
 
 
 def apply_lookup_mask(tensor: DTensor) -> None:
-    """Apply the mask of a pending lookup and give it back: the tensor becomes a plain pending sum, the same value.
-
-    The local tensor is copied first where others may share it (a detached alias has a reference of its own).
-    """
+    """Apply the mask of a pending lookup and give it back: the tensor becomes a plain pending sum, the same value."""
     lookup = tensor._lookup
-    assert lookup is not None and lookup.buffer is not None
-    shared = lookup.buffer.refcount > 1
-    local = tensor._local_tensor.clone() if shared else tensor._local_tensor
-    tensor._local_tensor = lookup.buffer.apply_mask(local)
+    assert lookup is not None, "only a pending lookup has a mask"
+    lookup.take(tensor._local_tensor)
     tensor._tensor_layout = tensor_layout(
         tensor._mesh, without_mask(tensor._layout), tensor.shape, tensor.stride(), tensor.dtype
     )
     tensor._lookup = None
-    lookup.release()
 
 
 def check_differentiable(placement: Placement, caller: str) -> None:

@@ -2,7 +2,8 @@
 
 A lookup in a table that is sharded by rows gives every rank some row for every index, its own or not. The mask says
 which are not; it is applied when the ranks' results are added. Each lookup has a buffer of its own, so any
-number may be pending; copies of one pending result share it, each with a reference.
+number may be pending. Aliases of one pending result (detach) share it, each with a reference, as they share memory: it
+is applied once for all of them. A clone has a buffer of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class MaskBuffer:
     def __init__(self, mask: torch.Tensor | None = None) -> None:
         self.data: torch.Tensor | None = None
         self.refcount = 0
+        self.is_applied = False
         if mask is not None:
             self.materialize_mask(mask)
 
@@ -74,10 +76,25 @@ class PendingLookup:
         return PendingLookup(MaskBuffer(mask))
 
     def share(self) -> PendingLookup:
-        """A further reference, for a copy of the pending result."""
+        """A further reference, for an alias of the pending result."""
         assert self.buffer is not None and self.buffer.data is not None, "the sum is taken already"
         self.buffer.materialize_mask(self.buffer.data)
         return PendingLookup(self.buffer)
+
+    def copy(self) -> PendingLookup:
+        """The same for a clone of the pending result."""
+        assert self.buffer is not None and self.buffer.data is not None, "the sum is taken already"
+        copy = MaskBuffer(self.buffer.data)
+        copy.is_applied = self.buffer.is_applied
+        return PendingLookup(copy)
+
+    def take(self, local: torch.Tensor) -> None:
+        """Apply the mask to the local result, unless an alias did (which may be written to since); give it back."""
+        assert self.buffer is not None, "the mask is given back already"
+        if not self.buffer.is_applied:
+            self.buffer.apply_mask(local)
+            self.buffer.is_applied = True
+        self.release()
 
     def release(self) -> None:
         buffer, self.buffer = self.buffer, None

@@ -31,10 +31,11 @@ class Output:
     """One tensor that an op gives: its slot, mesh, layout, global shape and stride.
 
     No shape: data decides it, and the result is whole on every rank. No stride: as the local result's dims are in
-    memory. `shares`: the input whose pending lookup this is, too. `known`: filled in when the dtype is first seen.
+    memory. `shares`: the input whose pending lookup this is, too; `is_alias`: on the same memory. `known`: filled in
+    when the dtype is first seen.
     """
 
-    __slots__ = ("known", "layout", "mesh", "shape", "shares", "slot", "stride")
+    __slots__ = ("is_alias", "known", "layout", "mesh", "shape", "shares", "slot", "stride")
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Output:
         stride: tuple[int, ...] | None,
         slot: int = -1,
         shares: int | None = None,
+        is_alias: bool = False,
     ) -> None:
         self.mesh = mesh
         self.layout = layout
@@ -51,6 +53,7 @@ class Output:
         self.stride = stride
         self.slot = slot
         self.shares = shares
+        self.is_alias = is_alias
         self.known: TensorLayout | None = None
 
 
@@ -173,8 +176,9 @@ def _fill(value: Any, frame: Frame) -> Any:
     kind = type(value)
     if kind is Output:
         result = wrap(frame.values[value.slot], value)
-        if value.shares is not None and frame.tensors[value.shares]._lookup is not None:
-            result._lookup = frame.tensors[value.shares]._lookup.share()
+        lookup = None if value.shares is None else frame.tensors[value.shares]._lookup
+        if lookup is not None:
+            result._lookup = lookup.share() if value.is_alias else lookup.copy()
         return result
     if kind is Given:
         return frame.tensors[value.number]

@@ -572,9 +572,8 @@ class Planner:
                     return Given(value.input)
                 kept.add(value.slot)
                 own = value._tensor_layout
-                return Output(
-                    own.mesh, own.layout, own.shape, None, value.slot, 0 if own.has_lookup else None
-                )
+                shares = 0 if own.has_lookup else None
+                return Output(own.mesh, own.layout, own.shape, None, value.slot, shares, facts.is_view)
             if isinstance(value, Output):
                 kept.add(value.slot)
             if isinstance(value, Slot):
