@@ -38,6 +38,10 @@ from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 
+MOST_ENGINES = (
+    64  # of one sequence, besides the first: a model whose every step has another mask must not fill memory
+)
+
 
 class CutSequence:
     """Made by every rank of the mesh with the same arguments. Making it communicates nothing. Without a mesh the
@@ -64,7 +68,8 @@ class CutSequence:
         self.lead = ContextParallel(
             mesh, seq_len=seq_len, mask=mask or masks.causal(), layout=layout, exchange=exchange
         )
-        self._engines: dict[object, ContextParallel] = {"causal" if mask is None else None: self.lead}
+        self._lead_key = "causal" if mask is None else None
+        self._engines: dict[object, ContextParallel] = {}  # the one used last comes last
         self._of_block_masks: weakref.WeakKeyDictionary[BlockMask, dict[tuple[Any, ...], ContextParallel]] = (
             weakref.WeakKeyDictionary()
         )
@@ -78,20 +83,25 @@ class CutSequence:
     def engine(self, is_causal: bool, window: int | None = None) -> ContextParallel:
         """The engine for the mask of the sequence, and causality or a window of so many tokens besides."""
         key = (window, is_causal) if window is not None else "causal" if is_causal else None
-        if key not in self._engines:
-            if window is not None:
-                own = masks.sliding_window(window - 1, 0 if is_causal else window - 1)
-            else:
-                own = masks.causal() if is_causal else None
-            self._engines[key] = self._with_mask(own)
-        return self._engines[key]
+        if window is not None:
+            return self._kept(key, lambda: masks.sliding_window(window - 1, 0 if is_causal else window - 1))
+        return self._kept(key, lambda: masks.causal() if is_causal else None)
 
     def engine_with(self, mask: Mask) -> ContextParallel:
         """The engine for the mask of the sequence, and this one besides."""
         key = {masks.causal(): "causal", masks.full(): None}.get(mask, mask)
-        if key not in self._engines:
-            self._engines[key] = self._with_mask(None if key is None else mask)
-        return self._engines[key]
+        return self._kept(key, lambda: None if key is None else mask)
+
+    def _kept(self, key: object, own: Callable[[], Mask | None]) -> ContextParallel:
+        """The engine of this key, made with the mask `own()` if it is not kept. The one that was not used for longest
+        is forgotten; all ranks make the same calls, so they forget the same."""
+        if key == self._lead_key:
+            return self.lead
+        engine = self._engines.pop(key, None) or self._with_mask(own())
+        self._engines[key] = engine
+        if len(self._engines) > MOST_ENGINES:
+            del self._engines[next(iter(self._engines))]
+        return engine
 
     def engine_of(
         self, block_mask: BlockMask | None, first: tuple[int, int] = (0, 0), rows: int = 1
