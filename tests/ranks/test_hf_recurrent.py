@@ -40,6 +40,7 @@ def left_as_it_was(ranks: int) -> tuple[list[str], str, str]:
     texts = []
     holes = torch.ones(2, 37, dtype=torch.long)
     holes[0, 9:12] = 0
+    batch["labels"][0, 9:13] = -100
     for more, options in (({}, {"use_cache": True}), ({"attention_mask": holes}, {"use_cache": False})):
         try:
             with hf.context_parallel(cpu_mesh(ranks), {**batch, **more}, model=model) as part:

@@ -65,6 +65,39 @@ def test_what_mixes_tokens_by_itself_is_refused_by_name(pool, kind, parts):
             assert part in text
 
 
+def labels_of_padding(ranks: int, labelled: int, padded: tuple[int, int]) -> str:
+    """A row of 6 tokens with padding from `padded[0]` to `padded[1]`, of which one token is labelled."""
+    ids, padding = torch.arange(3, 15).reshape(2, 6), torch.ones(2, 6, dtype=torch.long)
+    padding[1, slice(*padded)] = 0
+    labels = torch.full((2, 6), -100)
+    labels[1, labelled] = ids[1, labelled]
+    try:
+        batch = {"input_ids": ids, "attention_mask": padding, "labels": labels}
+        with hf.context_parallel(cpu_mesh(ranks), batch) as part:
+            loss = torch.nn.functional.cross_entropy
+            loss(torch.zeros(*part["labels"].shape, 61).flatten(0, 1), part["shift_labels"].flatten())
+            loss(torch.zeros(*part["labels"].shape, 61).flatten(0, 1), part["labels"].flatten())
+    except LongmeshError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize(
+    ("labelled", "padded", "text"),
+    [
+        (2, (0, 2), "label of token 2 of row 1 would be predicted from padding (token 1)"),
+        (5, (4, 6), "label of token 5 of row 1 would be predicted from padding (token 4)"),
+        (4, (2, 4), "the label of the token after padding to -100"),
+        (4, (4, 6), "this model does not shift labels"),  # a token predicts it, if labels are shifted
+        (3, (0, 2), "taken"),
+        (0, (1, 2), "taken"),
+    ],
+)
+def test_labels_that_padding_would_predict_are_refused(pool, labelled, padded, text):
+    found = pool.run(labels_of_padding, 2, labelled, padded, ranks=2)
+    assert all(text in each for each in found), found
+
+
 def test_a_mask_that_stands_for_the_whole_one_can_be_handed_on_and_nothing_else():
     mask = CutMask.of(masks.sliding_window(3), rows=2, tokens=5, device="cpu")
     assert mask.shape == (2, 1, 5, 5)

@@ -18,10 +18,15 @@ IGNORED = -100
 
 
 class SharedLoss:
-    """F.cross_entropy on the labels of an open scope, of which `labels` and `following` are this rank's part."""
+    """F.cross_entropy on the labels of an open scope, of which `labels` and `following` are this rank's part.
 
-    def __init__(self, engine: ContextParallel, labels: Tensor) -> None:
+    `labels` and `padding` (1 for tokens, 0 for padding, or None) are those of the whole batch, the same on all ranks.
+    """
+
+    def __init__(self, engine: ContextParallel, labels: Tensor, padding: Tensor | None = None) -> None:
         following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        _check_predicted_by_tokens(following, padding)
+        self._labels_padding = padding is not None and bool(((labels != IGNORED) & (padding == 0)).any())
         self.labels, self.following = engine.shard(labels, 1), engine.shard(following, 1)
         self.num_following = (following != IGNORED).sum()
         self._num_labels = (labels != IGNORED).sum()
@@ -68,6 +73,11 @@ class SharedLoss:
         if _is(target, self.following):
             return target, self.num_following
         if _is(target, self.labels):
+            if self._labels_padding:
+                raise LongmeshError(
+                    "hf.context_parallel: padding has labels, and this model does not shift labels, so it predicts "
+                    "them from padding; set the labels of padding to -100"
+                )
             return target, self._num_labels
         if _is_shifted_here(target, self.labels):
             return self.following.reshape(target.shape), self.num_following
@@ -75,6 +85,20 @@ class SharedLoss:
             f"a mean cross entropy on {target.numel()} targets inside hf.context_parallel, which are not this rank's "
             f"{self.labels.numel()} labels: a mean over this rank's part would be wrong; compute the loss from the "
             "logits, with longmesh.attention.cut_cross_entropy"
+        )
+
+
+def _check_predicted_by_tokens(following: Tensor, padding: Tensor | None) -> None:
+    """Refuse labels that are predicted from padding: attention implementations differ in what padding sees."""
+    if padding is None:
+        return
+    from_padding = (following != IGNORED) & (padding == 0)
+    if bool(from_padding.any()):
+        row, token = from_padding.nonzero()[0].tolist()
+        raise LongmeshError(
+            f"hf.context_parallel: the label of token {token + 1} of row {row} would be predicted from padding (token "
+            f"{token}), and what padding sees differs between attention implementations; pad on the right "
+            "(padding_side='right') with labels of -100, or set the label of the token after padding to -100"
         )
 
 

@@ -75,7 +75,7 @@ def context_parallel(
         torch.nn.functional.multi_head_attention_forward: attend_in_module,
     }
     if batch.get("labels") is not None:
-        loss = SharedLoss(cut.lead, batch["labels"])
+        loss = SharedLoss(cut.lead, batch["labels"], given.padding)
         part |= loss.part()
         handlers[torch.nn.functional.cross_entropy] = loss
     mode, before = open_scope(cut, handlers), set_batch(whole)
