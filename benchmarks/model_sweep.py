@@ -41,7 +41,7 @@ ranks and compared with eager attention in one process: loss to 1e-5, every grad
 packed documents (packed), padding on the right (right) and on the left (left).
 `exact`: all of these. `partly`: the kinds that are named are refused, the others exact. `refused`: an error before the
 first step that names the layer. The last column is with `unknown="gather"`, which runs such layers on the whole
-sequence on every rank; on 2 ranks, for plain rows and padding on the right. A model of another kind, or one of yours,
+sequence on every rank; on 2 ranks, for the same kinds of rows. A model of another kind, or one of yours,
 is looked at in the same way when it is first called.
 
 {counts}
@@ -64,9 +64,9 @@ def run(
 
 
 def gathered_outcome(pool: RankPool, family: str) -> str:
-    """The worst of 2 ranks on plain and padded rows, where layers may be gathered."""
+    """The worst of 2 ranks and all batches, where layers may be gathered."""
     try:
-        found = run(pool, family, 2, ("plain", "right"), {"unknown": "gather"})
+        found = run(pool, family, 2, model_sweep.WHATS, {"unknown": "gather"})
     except Exception:
         return "failed"
     kinds = {kind for rank in found for kind, _ in rank.values()}
