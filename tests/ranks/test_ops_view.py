@@ -188,3 +188,16 @@ def views_of_nothing():
 def test_views_of_nothing(pool):
     for found in pool.run(views_of_nothing, ranks=3):
         assert found == [True] * 30
+
+
+def strides_of_slices():
+    mesh = cpu_mesh(2, 2)
+    x = distribute_tensor(torch.zeros(3, 2, 2, 2), mesh, [Shard(0), Shard(0)], src_data_rank=None)
+    sliced = x.swapdims(3, 1)[0:]
+    weight = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0), Replicate()], src_data_rank=None)
+    return sliced.stride(), tuple(torch.nn.functional.linear(sliced, weight).full_tensor().shape)
+
+
+def test_strides_are_the_same_on_ranks_with_empty_parts(pool):
+    """torch asks them which way to go through an op: a rank that goes alone sends other sizes than the rest expect."""
+    assert pool.run(strides_of_slices, ranks=4) == [((8, 1, 2, 4), (3, 2, 2, 5))] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -30,8 +31,14 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def global_stride(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
-    """The stride of a dense tensor of `shape` whose dims lie in memory as those of `local` do."""
-    return contiguous_stride(shape) if local.is_contiguous() else stride_like(shape, local.stride())
+    """The stride of a dense tensor of `shape` whose dims lie in memory as those of `local` do.
+
+    Pitfall: `is_contiguous` must not be asked. It is true of an empty part in any order, and torch takes other ways
+    through an op by the answer: one rank alone would.
+    """
+    stride = local.stride()
+    is_usual = all(a >= b for a, b in itertools.pairwise(stride))
+    return contiguous_stride(shape) if is_usual else stride_like(shape, stride)
 
 
 def stride_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
