@@ -186,6 +186,9 @@ def refusals(ranks: int) -> list[str]:
         return cache
 
     attempt(lambda: model.generate(ids, past_key_values=filled(), num_beams=3, max_new_tokens=2))
+    attempt(
+        lambda: model.generate(ids, past_key_values=filled(), prompt_lookup_num_tokens=3, max_new_tokens=2)
+    )
     attempt(lambda: filled().crop(3))
     attempt(lambda: filled().crop(-9))
     attempt(lambda: filled().layers[0].reorder_cache(torch.tensor([0])))
@@ -209,6 +212,7 @@ def test_refusals(pool):
             texts,
             (
                 "the cache holds 1 rows and the model was given 3: generate() repeats the ids for beams",
+                "the cache holds 8 tokens and the model was given 9: generate() with an assistant or prompt lookup",
                 "crop(3): give the number of tokens to take back as a negative number, crop(-n)",
                 "crop(-9): the cache holds 8 tokens",
                 "reorder_cache of one layer of a ShardedCache: its layers share their rows",

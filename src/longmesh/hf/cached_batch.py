@@ -27,6 +27,7 @@ class CachedBatch:
         self.step: Step | None = None
         self.updated: set[int] = set()
         self._new = 0  # tokens of a row in the step
+        self._may_repeat = False
         self._cropped = [0] * num_layers
         self._mask: Tensor | None = None  # (rows, length): which tokens are seen; None: all
         self._next_mask: Tensor | None = None
@@ -69,6 +70,7 @@ class CachedBatch:
     def begin(self, num_rows: int, num_new: int, *, cut: bool = False) -> Step:
         """Begin a step of `num_new` tokens for each row."""
         self.finish()
+        self._refuse_repeats(num_new)
         if any(self._cropped):
             raise LongmeshError("some layers of the cache were cropped and others not; use cache.crop(-n)")
         if not self.sequences:
@@ -87,6 +89,19 @@ class CachedBatch:
         self.updated, self._new = set(), num_new
         self.length += num_new
         return self.step
+
+    def expect_no_repeats(self) -> None:
+        """Speculation may begin: if so, its first forward pass is given all tokens, the cached ones too."""
+        self._may_repeat = self.length > 0
+
+    def _refuse_repeats(self, num_new: int) -> None:
+        if self._may_repeat and num_new > self.length:
+            raise LongmeshError(
+                f"the cache holds {self.length} tokens and the model was given {num_new}: generate() with an assistant "
+                "or prompt lookup gives it the cached ones again; start it with an empty cache, or decode without "
+                "speculation. If all of them are new, call cache.crop(0) first"
+            )
+        self._may_repeat = False
 
     def reserve(self, counts: list[int]) -> None:
         """See to it that the pool has pages for so many more tokens of each row: in proportion to what it has."""
@@ -157,6 +172,7 @@ class CachedBatch:
     def crop_layer(self, layer: int, num_tokens: int) -> None:
         """Take back the last tokens of a layer; done when it was said of all layers."""
         self.finish()
+        self._may_repeat = False
         if num_tokens > self.length_of(layer):
             raise LongmeshError(f"crop({-num_tokens}): the cache holds {self.length_of(layer)} tokens")
         self._cropped[layer] += num_tokens
@@ -182,7 +198,7 @@ class CachedBatch:
         self.finish()
         for sequence in self.sequences:
             self.pool.free(sequence)
-        self.sequences, self.pads, self.length = [], [], 0
+        self.sequences, self.pads, self.length, self._may_repeat = [], [], 0, False
         self._mask, self._next_mask, self._cropped = None, None, [0] * self.num_layers
 
     def fork(self) -> CachedBatch:

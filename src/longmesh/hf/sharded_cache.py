@@ -86,7 +86,8 @@ class ShardedLayer(CacheLayerMixin):
         return -1
 
     def activate_past_recording(self) -> None:
-        """Nothing is ever dropped."""
+        """Nothing is ever dropped. Speculation calls it before its first forward pass."""
+        self._batch.expect_no_repeats()
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
