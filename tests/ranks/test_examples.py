@@ -20,6 +20,7 @@ SHOWS = {
     "flex_attention_cp": ("dvalue: largest difference",),
     "hybrid_model": ("its state comes from ranks", "largest difference from one process"),
     "layouts_demo": ("columns over both axes", "6 moves, each checked on 4 ranks"),
+    "long_prompt": ("the tokens of one process", "branch"),
     "table_sharding": ("table-wise: 2 tables a rank", "row-wise"),
     "visualize_sharding": ("one rank has none", "sharding.svg"),
 }

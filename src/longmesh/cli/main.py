@@ -14,6 +14,7 @@ from pathlib import Path
 
 from longmesh.cli.arguments import USAGE_ERROR, Launch, OneLineParser, add_launch_options
 from longmesh.cli.doctor.command import add_parser as add_doctor_parser, run_doctor
+from longmesh.cli.generate.command import add_parser as add_generate_parser, run_generate
 from longmesh.cli.train import add_parser as add_train_parser, run_train
 
 INTERRUPTED = 130
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return USAGE_ERROR
     try:
-        commands = {"train": run_train, "doctor": run_doctor, "run": run_run}
+        commands = {"train": run_train, "generate": run_generate, "doctor": run_doctor, "run": run_run}
         return commands[options.command](options)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -77,6 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("script", help="a Python file")
     run.add_argument("args", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
     add_train_parser(commands)
+    add_generate_parser(commands)
     add_doctor_parser(commands)
     return parser
 

@@ -1,6 +1,7 @@
 """Every option of every command against wrong values: one line with the remedy, exit code 2, and no rank is started."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ RIGHT = {
     "save": NAMES,
     "resume": {"auto"},
     "baseline": set(),
+    "prompt": set(),
+    "random-tokens": {"3"},
+    "model": NAMES,
+    "new-tokens": {"3"},
+    "dtype": set(),
+    "page": {"3"},
+    "chunk": {"3"},
 }
 RANKS = {"data": "3", "context": "3", "tensor": "3", "batch": "1", "seq-len": "3"}
 
@@ -96,12 +104,15 @@ def arguments_for(command: str, option: str, value: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [(command, name) for command in ("run", "train", "doctor") for name in options_of(command)],
+    [(command, name) for command in ("run", "train", "generate", "doctor") for name in options_of(command)],
 )
 def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     accepted = set()
-    for value in (*VALUES, *([LONG] if option in ("out", "resume", "baseline", "json", "save") else [])):
+    for value in (
+        *VALUES,
+        *([LONG] if option in ("out", "resume", "baseline", "json", "save", "prompt") else []),
+    ):
         code, err, started = call(arguments_for(command, option, value), monkeypatch, capsys)
         assert started == (code == 0) == (err == ""), (option, value, code, err)
         if started:
@@ -206,6 +217,37 @@ def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys,
         (
             ["doctor", "--ranks", "1", "--save", "x"],
             "longmesh doctor: --save needs 2 ranks at least: links are",
+        ),
+        (["generate", "--ranks", "0"], "longmesh generate: --ranks 0: a run has at least 1 rank"),
+        (
+            ["generate", "--threads", "0"],
+            "longmesh generate: --threads 0: a rank has 1 to 1024 threads; leave it",
+        ),
+        (["generate", "--new-tokens", "0"], "longmesh generate: --new-tokens 0: give 1 to 2147483648"),
+        (["generate", "--random-tokens", "0"], "longmesh generate: --random-tokens 0: give 1 to 2147483648"),
+        (
+            ["generate", "--model", ""],
+            "longmesh generate: --model '': give a folder or a name; leave it out for a",
+        ),
+        (["generate", "--page", "-1"], "longmesh generate: --page -1: give 1 to 2147483648"),
+        (["generate", "--seed", "-1"], "longmesh generate: --seed -1: give 0 to 2147483648"),
+        (
+            ["generate", "--dtype", "int8"],
+            "longmesh generate: --dtype int8: give one of float64, float32, bfloat16,",
+        ),
+        (["generate", "--prompt", "."], "longmesh generate: --prompt .: it is a directory; give a text file"),
+        (["generate", "--prompt", "no.txt"], "longmesh generate: --prompt no.txt: no such file (looked in "),
+        (
+            ["generate", "--prompt", "/dev/null"],
+            "longmesh generate: --prompt /dev/null: it is empty; give a text, or",
+        ),
+        (
+            ["generate", "--prompt", sys.executable],
+            f"longmesh generate: --prompt {sys.executable}: it is not UTF-8; ",
+        ),
+        (
+            ["generate", "--prompt", "a", "--random-tokens", "2"],
+            "longmesh generate: --prompt and --random-tokens: give one of them",
         ),
         (["train", "--max-restarts", "-2"], "longmesh train: --max-restarts -2: give 0 or more"),
     ],

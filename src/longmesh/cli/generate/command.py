@@ -1,0 +1,161 @@
+"""The command `longmesh generate`: on local ranks that it starts, or as a rank of torchrun's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from longmesh.cli.arguments import USAGE_ERROR, Launch, RankRange, number, whole_number
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+LARGEST = 1 << 31
+SIZES = {"random_tokens": 1, "new_tokens": 1, "page": 1, "chunk": 1, "seed": 0}
+
+
+def add_parser(commands: Any) -> None:
+    """Add `generate` to the commands of a parser."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue a long prompt whose keys and values lie over ranks",
+        description="Continue a prompt of any length, greedily, with the model's keys and values in pages over local "
+        "ranks: each computes and holds its part of the prompt, and all give the tokens of one process. Tells tokens "
+        "per second and the memory of each rank. Under torchrun the ranks are torchrun's. Needs longmesh[hf].",
+    )
+    parser.add_argument("--ranks", type=whole_number, metavar="N", help="processes to start (default 2)")
+    parser.add_argument(
+        "--threads", type=whole_number, metavar="N", help="threads per rank (default: shared cores)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=number,
+        metavar="S",
+        help="seconds that a rank may keep others waiting (default: no end)",
+    )
+    parser.add_argument("--prompt", metavar="FILE", help="a text file, UTF-8")
+    parser.add_argument(
+        "--random-tokens", type=whole_number, metavar="N", help="a prompt of N random tokens (default 4096)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a causal model of transformers: a folder or a name (default: a tiny random one)",
+    )
+    parser.add_argument(
+        "--new-tokens", type=whole_number, default=32, metavar="N", help="at most (default 32)"
+    )
+    parser.add_argument("--dtype", metavar="NAME", help=f"{', '.join(DTYPES)} (default: the model's)")
+    parser.add_argument(
+        "--page", type=whole_number, default=256, metavar="N", help="tokens of a page (default 256)"
+    )
+    parser.add_argument(
+        "--chunk",
+        type=whole_number,
+        default=8192,
+        metavar="N",
+        help="prompt tokens computed at a time (default 8192)",
+    )
+    parser.add_argument(
+        "--seed", type=whole_number, default=0, metavar="N", help="of random weights and tokens"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="first do the same in one process with as many cores, then compare; exit code 1 if tokens differ",
+    )
+
+
+def run_generate(options: argparse.Namespace) -> int:
+    """Run the command `generate`; its exit code."""
+    under_launcher = "RANK" in os.environ
+    problem = find_problem(options, under_launcher)
+    if problem is not None:
+        print(f"longmesh generate: {problem}", file=sys.stderr)
+        return USAGE_ERROR
+    told = {name: getattr(options, name) for name in (*SIZES, "model", "dtype")}
+    told["prompt"] = None if options.prompt is None else str(Path(options.prompt).absolute())
+    if options.prompt is None and options.random_tokens is None:
+        told["random_tokens"] = 4096
+    if under_launcher:
+        from longmesh.cli.generate import program  # --help need not wait for torch
+
+        try:
+            return program.main(told)
+        except SystemExit as leaving:
+            print(f"longmesh generate: {leaving.code}", file=sys.stderr)
+            return USAGE_ERROR
+    ranks = options.ranks or 2
+    launch = Launch(RankRange(ranks, ranks), options.threads, options.timeout)
+    if not options.compare:
+        return _start(told, launch)
+    with tempfile.TemporaryDirectory(prefix="longmesh-generate-") as folder:
+        told["one_process"] = str(Path(folder, "one-process.json"))
+        alone = launch._replace(ranks=RankRange(1, 1), threads=launch.threads and launch.threads * ranks)
+        return _start(told | {"is_one_process": True}, alone) or _start(told, launch)
+
+
+def _start(told: dict[str, Any], launch: Launch) -> int:
+    from longmesh.cli.idle import WaitLimits
+    from longmesh.cli.run import REPORT_AFTER_S, Program, run_program
+
+    if sys.stdout.isatty():
+        told = told | {"terminal": os.ttyname(sys.stdout.fileno())}
+    limit = launch.timeout
+    program = Program(
+        str(Path(__file__).with_name("program.py")),
+        lambda num_ranks, again: [json.dumps(told)],
+        WaitLimits(min(REPORT_AFTER_S, limit or REPORT_AFTER_S), limit, limit),
+        command="longmesh generate",
+    )
+    return run_program(program, launch)
+
+
+def find_problem(options: argparse.Namespace, under_launcher: bool) -> str | None:
+    """What is wrong with the arguments, in words; None if nothing is."""
+    if under_launcher and (options.ranks is not None or options.compare):
+        given = "--compare" if options.ranks is None else f"--ranks {options.ranks}"
+        return f"{given}: the ranks are torchrun's here, leave it out"
+    ranks = 2 if options.ranks is None else options.ranks
+    problem = Launch(RankRange(ranks, ranks), options.threads, options.timeout).find_problem()
+    if problem is not None:
+        return problem
+    for name, least in SIZES.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value <= LARGEST:
+            return f"--{name.replace('_', '-')} {value}: give {least} to {LARGEST}"
+    if options.dtype is not None and options.dtype not in DTYPES:
+        return f"--dtype {options.dtype}: give one of {', '.join(DTYPES)}"
+    if options.model == "":
+        return "--model '': give a folder or a name; leave it out for a tiny random model"
+    if options.prompt is not None and options.random_tokens is not None:
+        return "--prompt and --random-tokens: give one of them"
+    if options.prompt is not None:
+        return find_text_problem(Path(options.prompt)) or _find_missing()
+    return _find_missing()
+
+
+def find_text_problem(file: Path) -> str | None:
+    """Why a file is no prompt, in words; None if it is one."""
+    try:
+        if file.is_dir():
+            return f"--prompt {file}: it is a directory; give a text file"
+        if not file.exists():
+            return f"--prompt {file}: no such file (looked in {Path.cwd()}); give a text file"
+        if not file.read_text(encoding="utf-8"):
+            return f"--prompt {file}: it is empty; give a text, or --random-tokens N"
+    except UnicodeDecodeError:
+        return f"--prompt {file}: it is not UTF-8; give a text file"
+    except OSError as error:
+        return f"--prompt {file}: it can't be read: {error.strerror}; give a text file"
+    return None
+
+
+def _find_missing() -> str | None:
+    if find_spec("transformers") is None:
+        return "transformers is not installed; pip install 'longmesh[hf]'"
+    return None
