@@ -49,12 +49,18 @@ def context_parallel(
     mask: masks.Mask | None = None,
     layout: Layout | str | None = None,
     exchange: Exchange | str | None = None,
+    kv_len: int | None = None,
+    kv_layout: Layout | str | None = None,
 ) -> Iterator[ContextParallel]:
     """Cut `buffers` along `buffer_seq_dims` over the ranks of the mesh, and make attention see the whole sequence.
 
     Buffers keep their identity and are restored on exit, also after an exception, but for those in
     `no_restore_buffers`. Yields the engine, for its `positions`, `plan` and `explain()`. `mask` holds for every
     call of attention inside, together with the call's own `is_causal`.
+
+    `kv_len`: calls may also attend to so many other keys (cross-attention). They are cut by `kv_layout`, or as the
+    sequence is (`context_parallel_shard` cuts them so), or are whole on every rank: kv_layout="whole", which sends
+    nothing, and gives each rank its share of their gradient. `mask` does not hold for these calls.
 
     >>> x = torch.randn(1, 2, 10, 8)  # batch, heads, tokens, features
     >>> with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
@@ -67,7 +73,9 @@ def context_parallel(
     buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
     _check_mesh(mesh)
     seq_len = _check_buffers(buffers, dims, no_restore_buffers or set())
-    cut = cut_over(mesh, seq_len, mask=mask, layout=layout, exchange=exchange)
+    cut = cut_over(
+        mesh, seq_len, mask=mask, layout=layout, exchange=exchange, kv_len=kv_len, kv_layout=kv_layout
+    )
     kept = no_restore_buffers or set()
     restore = [(b, b.detach()) for b in buffers if not any(b is other for other in kept)]
     mode = open_scope(cut)
@@ -90,10 +98,13 @@ def enable_context_parallel(
     mask: masks.Mask | None = None,
     layout: Layout | str | None = None,
     exchange: Exchange | str | None = None,
+    kv_len: int | None = None,
+    kv_layout: Layout | str | None = None,
 ) -> ContextParallel:
     """From here to `disable_context_parallel`, attention in this thread runs over the whole sequence.
 
-    Cuts nothing: use the engine's `shard`, or `context_parallel_shard`.
+    Cuts nothing: use the engine's `shard`, or `context_parallel_shard`. `kv_len` and `kv_layout` are as in
+    `context_parallel`.
 
     >>> cp = enable_context_parallel(mesh, seq_len=10)
     >>> x = cp.shard(torch.randn(1, 2, 10, 8), dim=2)
@@ -102,7 +113,9 @@ def enable_context_parallel(
     >>> disable_context_parallel()
     """
     _check_mesh(mesh)
-    cut = cut_over(mesh, seq_len, mask=mask, layout=layout, exchange=exchange)
+    cut = cut_over(
+        mesh, seq_len, mask=mask, layout=layout, exchange=exchange, kv_len=kv_len, kv_layout=kv_layout
+    )
     open_scope(cut)
     return cut.lead
 
@@ -141,18 +154,16 @@ def context_parallel_shard(
             "sequence there"
         )
     engine = engine_for("context_parallel_shard", mesh, lengths[0], load_balancer)
-    return [
-        _cut_mask(b, engine, lengths[0]) if isinstance(b, BlockMask) else engine.shard(b, d) for b, d in pairs
-    ]
+    return [_cut_mask(b, engine) if isinstance(b, BlockMask) else engine.shard(b, d) for b, d in pairs]
 
 
-def _cut_mask(block_mask: BlockMask, engine: ContextParallel, seq_len: int) -> BlockMask:
+def _cut_mask(block_mask: BlockMask, engine: ContextParallel) -> BlockMask:
     rows, heads = block_mask.kv_num_blocks.shape[:2]
     return cut_block_mask(
         block_mask.mask_mod,
         masks.from_block_mask(block_mask),
         engine.positions,
-        seq_len,
+        int(block_mask.seq_lengths[1]),
         B=rows,
         H=heads,
         device=block_mask.kv_num_blocks.device,

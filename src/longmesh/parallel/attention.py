@@ -26,7 +26,8 @@ class AttentionParallel(ParallelStyle):
     """Cut-sequence attention in a module whose first input has this rank's tokens along `seq_dim`.
 
     Without `seq_len` the ranks add up their tokens at every call: one small collective. `layout` is the one the
-    tokens were cut with, head-tail if not given.
+    tokens were cut with, head-tail if not given. `kv_len`: the module attends to so many other keys, which are cut by
+    `kv_layout` (as the tokens are, if not given), or are all on every rank: kv_layout="whole", which sends nothing.
 
     >>> class SelfAttention(nn.Module):
     ...     def forward(self, x):  # batch, tokens, heads, features
@@ -45,6 +46,8 @@ class AttentionParallel(ParallelStyle):
         mask: masks.Mask | None = None,
         layout: Layout | str | None = None,
         exchange: Exchange | str | None = None,
+        kv_len: int | None = None,
+        kv_layout: Layout | str | None = None,
     ) -> None:
         super().__init__()
         self.seq_dim = seq_dim
@@ -52,6 +55,8 @@ class AttentionParallel(ParallelStyle):
         self.mask = mask
         self.layout = layout
         self.exchange = exchange
+        self.kv_len = kv_len
+        self.kv_layout = kv_layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         opened: list[AttentionMode | None] = []
@@ -61,7 +66,16 @@ class AttentionParallel(ParallelStyle):
             opened.append(None)
             tokens = self._tokens(name, (*args, *kwargs.values()))
             seq_len = self.seq_len if self.seq_len is not None else _total(tokens, device_mesh)
-            cut = cut_over(device_mesh, seq_len, mask=self.mask, layout=self.layout, exchange=self.exchange)
+            cut = cut_over(
+                device_mesh,
+                seq_len,
+                mask=self.mask,
+                layout=self.layout,
+                exchange=self.exchange,
+                kv_len=self.kv_len,
+                kv_layout=self.kv_layout,
+                other_keys_alone=True,
+            )
             opened[-1] = open_scope(cut)
 
         def after(*_: Any) -> None:

@@ -19,7 +19,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -276,6 +276,15 @@ class ContextParallel:
                 group = None if self.mesh is None else self._everyone
                 self._refused[need] = refused_kernels(need, q.device, self._kernel, group)
         return self.prepare(q, k, v, score)
+
+    def refuse(self, error: LongmeshError) -> NoReturn:
+        """Raise it on every rank, where the others call attention and agree on this call. Collective as the call is."""
+
+        def check() -> Signature:
+            raise error
+
+        self._together("attention", check)
+        raise error
 
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, score: Score, lse: bool

@@ -44,8 +44,10 @@ def _content(tensor: Tensor) -> bytes:
     """What changes with a tensor's elements: they themselves, if they are few and plain to read."""
     if type(tensor) is not Tensor or tensor.nbytes > _MOST_BYTES:
         return repr((id(tensor), write_count(tensor))).encode()
-    elements = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return f"{tensor.dtype}{tuple(tensor.shape)}".encode() + elements.numpy().tobytes()
+    shape = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    if tensor.numel() == 0:  # its strides may be such that torch can't view it as bytes
+        return shape
+    return shape + tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def captured_values(fn: Callable | None) -> list[object]:

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mods.captured import captured_state
+from longmesh.attention.scope.other_keys import OtherKeys
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -23,9 +24,11 @@ _BLOCK = 128
 
 
 class CutBlockMask(BlockMask):
-    """One rank's rows of a BlockMask. `whole` is the mask over the whole sequence, which the engine plans from."""
+    """One rank's rows of a BlockMask. `whole` is the mask over the whole sequence, which the engine plans from; `keys`
+    are other tokens, if it is to such."""
 
     whole: Mask
+    keys: OtherKeys | None = None
 
 
 def rewrite_mask_mod(mask_mod: MaskMod, positions: Tensor) -> MaskMod:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,10 +27,12 @@ from torch.nn.attention.flex_attention import (
 from longmesh.attention import masks
 from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.layout.base import Layout
+from longmesh.attention.layout.named import layout_of
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.scope.cut_block_mask import CutBlockMask, MaskMod, cut_block_mask
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.open_scopes import current_cut, engine_for
+from longmesh.attention.scope.other_keys import OtherKeys, other_keys
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.comm import MeshComm, comm_of, kept_by_mesh
 from longmesh.errors import LongmeshError
@@ -52,7 +55,8 @@ def flex_attention(
 
     Inside a scope of context parallelism: over the whole sequence, of this rank's queries, and collective. Elsewhere
     in this process alone. What `score_mod` captures gets its gradient; inside a scope each rank's share of it.
-    `kernel_options` are for torch's GPU kernels, which run only where queries and keys have two lengths.
+    `kernel_options` are for torch's GPU kernels, which run only on a GPU, where queries and keys have two
+    lengths.
 
     >>> def near(score, b, h, q_idx, kv_idx):
     ...     return score - 0.1 * (q_idx - kv_idx).abs()
@@ -70,10 +74,11 @@ def flex_attention(
     wanted = Wanted.of(return_lse, return_aux)
     cut = current_cut(query.shape[-2])
     if cut is None:
-        if query.shape[-2] != key.shape[-2]:
+        keys = None if query.shape[-2] == key.shape[-2] else OtherKeys(key.shape[-2], None, alone=True)
+        if keys is not None and query.device.type != "cpu":
             by_torch = cast(Callable[..., Any], torch_flex_attention)
             return by_torch(query, key, value, *rest, return_aux=return_aux)
-        cut = _whole_sequence(query.shape[-2])
+        cut = _whole_sequence(query.shape[-2], keys)
     else:
         refuse_reentrant_checkpoint()
     return wanted.give(
@@ -117,35 +122,62 @@ def create_cp_block_mask(
     KV_LEN: int,
     device_mesh: DeviceMesh,
     load_balancer: Layout | str | None = None,
+    *,
+    kv_layout: Layout | str | None = None,
 ) -> CutBlockMask:
-    """This rank's rows of the BlockMask of a sequence of Q_LEN = KV_LEN tokens cut over the mesh. Sends nothing.
+    """This rank's rows of the BlockMask of Q_LEN tokens that are cut over the mesh, against all keys. Sends nothing.
 
     Made once for a mask function, with what it captured as it was, the sizes and the layout. `load_balancer`: the
-    layout the sequence is cut with, if it is neither the open scope's nor head-tail.
+    layout the sequence is cut with, if it is neither the open scope's nor head-tail. KV_LEN keys that are other tokens
+    are cut by `kv_layout`, or are whole on every rank: kv_layout="whole"; unless given they are as in the open scope.
 
     >>> def causal(b, h, q_idx, kv_idx):
     ...     return kv_idx <= q_idx
     >>> create_cp_block_mask(causal, None, None, 1000, 1000, mesh).shape  # 500 queries here, all keys
     (1, 1, 500, 1000)
+    >>> create_cp_block_mask(causal, None, None, 1000, 77, mesh, kv_layout="whole").shape
+    (1, 1, 500, 77)
     """
-    if Q_LEN != KV_LEN:
-        raise LongmeshError(
-            f"create_cp_block_mask: {Q_LEN} queries and {KV_LEN} keys; a cut sequence has one length"
-        )
+    keys = None
+    if kv_layout is not None:
+        keys = other_keys(KV_LEN, kv_layout, layout_of("contiguous"), alone=True)
+    elif Q_LEN != KV_LEN:
+        keys = _keys_of_scope(Q_LEN, KV_LEN)
     engine = engine_for("create_cp_block_mask", device_mesh, Q_LEN, load_balancer)
     whole = masks.mask_mod(mask_mod, rows=B or 1)
-    return _cp_block_mask(comm_of(device_mesh), mask_mod, whole, B, H, engine)
+    return _cp_block_mask(comm_of(device_mesh), mask_mod, whole, B, H, KV_LEN, keys, engine)
+
+
+def _keys_of_scope(seq_len: int, kv_len: int) -> OtherKeys:
+    cut = current_cut()
+    other = None if cut is None or cut.seq_len != seq_len else cut.other
+    if other is None or other.keys.kv_len != kv_len:
+        raise LongmeshError(
+            f"create_cp_block_mask: {seq_len} queries and {kv_len} keys; say how the keys are cut: "
+            "kv_layout='contiguous' or another layout, kv_layout='whole' if every rank has all of them; or open the "
+            f"scope with kv_len={kv_len}. Without a scope: ContextParallel(mesh, seq_len={seq_len}, kv_len={kv_len})"
+        )
+    return replace(other.keys, alone=True)
 
 
 @kept_by_mesh(64)
 def _cp_block_mask(
-    comm: MeshComm, mask_mod: MaskMod, whole: Mask, B: int | None, H: int | None, engine: ContextParallel
+    comm: MeshComm,
+    mask_mod: MaskMod,
+    whole: Mask,
+    B: int | None,
+    H: int | None,
+    kv_len: int,
+    keys: OtherKeys | None,
+    engine: ContextParallel,
 ) -> CutBlockMask:
     """Made once for a mask, sizes and a layout, which is the engine's."""
     device = comm.mesh.device_type
-    return cut_block_mask(mask_mod, whole, engine.positions, engine.plan.seq_len, B=B, H=H, device=device)
+    made = cut_block_mask(mask_mod, whole, engine.positions, kv_len, B=B, H=H, device=device)
+    made.keys = keys
+    return made
 
 
 @functools.lru_cache(maxsize=64)
-def _whole_sequence(seq_len: int) -> CutSequence:
-    return CutSequence(None, seq_len=seq_len, layout="contiguous")
+def _whole_sequence(seq_len: int, keys: OtherKeys | None) -> CutSequence:
+    return CutSequence(None, seq_len=seq_len, layout="contiguous", keys=keys)

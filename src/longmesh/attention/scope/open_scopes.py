@@ -19,6 +19,7 @@ from longmesh.attention.layout.zigzag import Zigzag
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.intercept import AttentionMode, Handlers
+from longmesh.attention.scope.other_keys import OtherKeys, other_keys
 from longmesh.comm import MeshComm, comm_of, kept_by_mesh
 from longmesh.errors import LongmeshError
 
@@ -54,20 +55,30 @@ def cut_over(
     mask: Mask | None = None,
     layout: Layout | str | None = None,
     exchange: Exchange | str | None = None,
+    kv_len: int | None = None,
+    kv_layout: Layout | str | None = None,
+    other_keys_alone: bool = False,
 ) -> CutSequence:
     """A sequence cut over the mesh: head-tail unless a layout is given. The same one for the same arguments, so a scope
-    that is opened at every step is planned, and a model inside it compiled, once."""
+    that is opened at every step is planned, and a model inside it compiled, once. `kv_len` and `kv_layout` are those of
+    other keys, `other_keys_alone` if no call attends to the sequence itself."""
     how = layout_of(layout) if layout is not None else Zigzag()
     seen = mask.current() if isinstance(mask, Mask) else mask
-    return _cut_over(comm_of(mesh), seq_len, seen, how, exchange or _state.get().exchange)
+    keys = other_keys(kv_len, kv_layout, how, alone=other_keys_alone)
+    return _cut_over(comm_of(mesh), seq_len, seen, how, exchange or _state.get().exchange, keys)
 
 
 @kept_by_mesh(64)
 def _cut_over(
-    comm: MeshComm, seq_len: int, mask: Mask | None, layout: Layout, exchange: Exchange | str
+    comm: MeshComm,
+    seq_len: int,
+    mask: Mask | None,
+    layout: Layout,
+    exchange: Exchange | str,
+    keys: OtherKeys | None,
 ) -> CutSequence:
     """Keyed by the mesh object: equal ones may belong to different process groups."""
-    return CutSequence(comm.mesh, seq_len=seq_len, mask=mask, layout=layout, exchange=exchange)
+    return CutSequence(comm.mesh, seq_len=seq_len, mask=mask, layout=layout, exchange=exchange, keys=keys)
 
 
 def engine_for(what: str, mesh: DeviceMesh, seq_len: int, layout: Layout | str | None) -> ContextParallel:
@@ -82,6 +93,9 @@ def engine_for(what: str, mesh: DeviceMesh, seq_len: int, layout: Layout | str |
     for mode in reversed(_state.get().modes):
         if mode.cut.mesh == mesh and mode.cut.seq_len == seq_len:
             return mode.cut.lead
+        to = mode.cut.other
+        if mode.cut.mesh == mesh and to is not None and to.keys.kv_len == seq_len and to.cut_keys is not None:
+            return to.cut_keys
     other = _state.get().other_layout
     if other is not None:
         raise LongmeshError(
