@@ -1,0 +1,120 @@
+"""Random programs of a page pool against dense attention: append, verify, fork, crop, reorder, free.
+
+A program is drawn from its seed, on every rank alike. What it finds: the largest difference from the reference, sums of
+all results, and the pages that are in use when all sequences are free.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from longmesh.cache import PagePool
+from longmesh.testing import cpu_mesh
+from support.cache_reference import Dense
+
+_OPERATIONS = ("step",) * 6 + ("verify", "fork", "crop", "reorder", "free", "new")
+
+
+class Program:
+    """Sequences of a pool, and what each of them holds."""
+
+    def __init__(self, mesh: Any, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.ranks = 1 if mesh is None else mesh.size()
+        self.kv_heads = self.draw.choice((1, 2, 3))
+        self.heads = self.kv_heads * self.draw.choice((1, 2, 3))
+        self.dim, self.v_dim = self.draw.choice(((8, 8), (8, 4), (4, 8)))
+        self.pool = PagePool(
+            mesh, num_pages=400, page=self.draw.choice((1, 2, 3, 7, 16)), layers=1, kv_heads=self.kv_heads,
+            head_dim=self.dim, v_head_dim=self.v_dim, dtype=torch.float64,
+        )  # fmt: skip
+        self.options: dict[str, Any] = self.draw.choice(
+            ({}, {}, {"window": 1}, {"window": 6}, {"softcap": 2.0})
+        )
+        self.live: list[tuple[Any, Dense]] = []
+        self.worst, self.results = 0.0, []
+
+    def run(self, length: int) -> tuple[float, torch.Tensor, int]:
+        """The largest difference, the sums of all results, the pages that are left."""
+        self.new()
+        for _ in range(length):
+            getattr(self, self.draw.choice(_OPERATIONS))()
+        self.step()
+        for sequence, _ in self.live:
+            self.pool.free(sequence)
+        return self.worst, torch.stack(self.results), self.pool.book.num_used
+
+    def new(self) -> None:
+        if len(self.live) < 6:
+            width = self.draw.choice((None, None, self.draw.randint(1, self.ranks)))
+            self.live.append((self.pool.sequence(width=width), Dense()))
+
+    def fork(self) -> None:
+        if self.live and len(self.live) < 6:
+            sequence, dense = self.draw.choice(self.live)
+            self.live.append((self.pool.fork(sequence), dense.fork()))
+
+    def crop(self) -> None:
+        if self.live:
+            sequence, dense = self.draw.choice(self.live)
+            length = self.draw.randint(0, len(sequence))
+            self.pool.crop(sequence, length)
+            dense.crop(length)
+
+    def free(self) -> None:
+        if self.live:
+            sequence, _ = self.live.pop(self.draw.randrange(len(self.live)))
+            self.pool.free(sequence)
+
+    def reorder(self) -> None:
+        count = len(self.live)
+        order = [self.draw.randrange(count) for _ in range(count)]
+        sequences = self.pool.reorder([sequence for sequence, _ in self.live], order)
+        self.live = [(s, self.live[i][1].fork()) for s, i in zip(sequences, order, strict=True)]
+
+    def step(self, verify: bool = False) -> None:
+        """New tokens of some sequences; in a verification only the first of each stay."""
+        entries = [entry for entry in self.live if self.draw.random() < 0.7]
+        counts = [self.draw.choice((0, 1, 1, 1, 2, 5, 19)) for _ in entries]
+        total = sum(counts)
+        q, k, v = (
+            torch.randn(total, heads, dim, dtype=torch.float64, generator=self.generator)
+            for heads, dim in ((self.heads, self.dim), (self.kv_heads, self.dim), (self.kv_heads, self.v_dim))
+        )
+        step = self.pool.step([(entry[0], n) for entry, n in zip(entries, counts, strict=True)])
+        out = step.attend(0, q, k, v, **self.options)
+        accepted = [self.draw.randint(0, n) for n in counts] if verify else counts
+        step.commit(accepted)
+        start = 0
+        for (sequence, dense), n, kept in zip(entries, counts, accepted, strict=True):
+            rows = slice(start, start + n)
+            start += n
+            if n:
+                wanted = dense.append(q[rows], k[rows], v[rows], **self.options)
+                self.worst = max(self.worst, (out[rows] - wanted).abs().max().item())
+            dense.crop(len(sequence))
+            assert len(sequence) == (0 if dense.k is None else len(dense.k)), (n, kept)
+        self.results.append(out.sum())
+
+    def verify(self) -> None:
+        self.step(verify=True)
+
+
+def run_programs(ranks: int, seeds: list[int], length: int) -> list[tuple[float, torch.Tensor, int]]:
+    """Collective: every rank."""
+    mesh = cpu_mesh(ranks)
+    torch.manual_seed(0)
+    return [Program(mesh, seed).run(length) for seed in seeds]
+
+
+def assert_right(found: list[list[tuple[float, torch.Tensor, int]]], seeds: list[int]) -> None:
+    """No mismatch, the same bits on every rank, no page left."""
+    for of_rank in found:
+        for seed, (worst, results, pages), (_, first, _) in zip(seeds, of_rank, found[0], strict=True):
+            assert worst < 1e-12, f"program {seed} differs by {worst}"
+            assert torch.equal(results, first), f"program {seed} differs between ranks"
+            assert pages == 0, f"program {seed} leaves {pages} pages in use"
