@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from longmesh import flex_attention
-from longmesh.attention import create_cp_block_mask, masks
+from longmesh.attention import ContextParallel, create_cp_block_mask, masks
 from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError
 from longmesh.experimental import context_parallel, context_parallel_shard
@@ -206,3 +206,30 @@ def test_what_nobody_says_is_refused_on_all_ranks_with_the_remedy(pool, ranks):
         assert len(texts) == len(expected), texts
         for text, part in zip(texts, expected, strict=True):
             assert part in text, text
+
+
+def check_whole_queries(ranks: int) -> str:
+    """Every rank gives all queries, and gets all results and the whole gradient of them."""
+    for T, K, options in ((7, 23, {}), (1, 17, {"exchange": "cheapest"}), (19, 19, {"layout": "contiguous"})):
+        *qkv, dout = inputs(2, H, G, T, D, E, torch.float64, K)
+        want = reference(qkv, dout, masks.causal(), q_offset=K - T)
+        cp = ContextParallel(
+            cpu_mesh(ranks), seq_len=T, kv_len=K, num_heads=H, num_kv_heads=G, head_dim=D, v_head_dim=E, **options
+        )  # fmt: skip
+        q = qkv[0].clone().requires_grad_()
+        keys = [cp.shard_kv(t, 2).requires_grad_() for t in qkv[1:]]
+        out = cp.of_whole_queries(q, *keys)
+        grads = torch.autograd.grad(out, (q, *keys), dout)
+        expected = [*want[:2], *(cp.shard_kv(t, 2) for t in want[2:])]
+        for name, got, right in zip(("out", "dq", "dk", "dv"), (out, *grads), expected, strict=True):
+            check_close(f"{T} {K} {options} {name}", got, right, torch.float64)
+    wrong = qkv[0][:, :, dist.get_rank() > 0 :]  # one token less, but on the first rank
+    with pytest.raises(LongmeshError) as found:
+        ContextParallel(cpu_mesh(ranks), seq_len=T).of_whole_queries(wrong, *keys)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_queries_that_every_rank_has(pool, ranks):
+    for text in pool.run(check_whole_queries, ranks, ranks=ranks, timeout=60.0):
+        assert "the sequence has 19 tokens" in text

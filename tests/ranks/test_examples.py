@@ -16,6 +16,7 @@ PAGES = EXAMPLES.parent / "docs" / "examples"
 SHOWS = {
     "comm_mode_features": ("wrote comm.json, comm.txt, trace.json", "all_reduce"),
     "convnext": ("largest difference from one process",),
+    "cross_attention": ("text whole: 0 collectives", "text contiguous"),
     "finetune_llama": ("on 4 ranks", "loss"),
     "flex_attention_cp": ("dvalue: largest difference",),
     "hybrid_model": ("its state comes from ranks", "largest difference from one process"),

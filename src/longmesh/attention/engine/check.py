@@ -66,6 +66,11 @@ def check_tokens(what: str, tensor: Tensor, dim: int, tokens: int, num_cuts: int
     return dim
 
 
+def raise_found(error: LongmeshError) -> Signature:
+    """A check that finds what was found before."""
+    raise error
+
+
 def check_call(
     plan: AttentionPlan, tokens: tuple[int, int], q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None,
     score: Score,

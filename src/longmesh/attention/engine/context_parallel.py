@@ -8,9 +8,8 @@
 The mesh has one axis, or two for exchanges that split heads: the last axis splits heads (inside a node),
 the first moves keys (between nodes).
 
-Pitfall: the layout is fixed when the object is made, from `num_heads` and `head_dim` as given there, since
-`positions` must not change under a running model. Other heads in a call keep the layout, and get an
-exchange planned for them.
+Pitfall: the layout is fixed when the object is made, from `num_heads` and `head_dim` as given there, since `positions`
+must not change under a running model. Other heads in a call keep the layout, and get an exchange planned for them.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.attention.engine.check import Gathered, Signature, check_call, signature_of
+from longmesh.attention.engine.check import Gathered, Signature, check_call, raise_found, signature_of
 from longmesh.attention.engine.side import Side
+from longmesh.attention.engine.whole_queries import CutQueries
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.execute.driver import Task
 from longmesh.attention.execute.function import Attend, Call
@@ -243,6 +243,14 @@ class ContextParallel:
         call = self.enter(q, k, v, sinks, score)
         return Attend.apply(call, q, k, v, score.bias, sinks, *captured_tensors(score.score_mod))
 
+    def of_whole_queries(self, q: Tensor, k: Tensor, v: Tensor | None = None, **options: Any) -> Tensor:
+        """Attention of all queries, which every rank has: (B, H, seq_len, E), and their gradient, on every rank."""
+        try:
+            part = CutQueries.apply(q, self._queries)
+        except LongmeshError as error:
+            self.refuse(error)
+        return self.unshard(self(part, k, v, **options), dim=2)
+
     def with_lse(
         self,
         q: Tensor,
@@ -279,11 +287,7 @@ class ContextParallel:
 
     def refuse(self, error: LongmeshError) -> NoReturn:
         """Raise it on every rank, where the others call attention and agree on this call. Collective as the call is."""
-
-        def check() -> Signature:
-            raise error
-
-        self._together("attention", check)
+        self._together("attention", raise_found, error)
         raise error
 
     def _check(
