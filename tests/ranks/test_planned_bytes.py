@@ -15,7 +15,7 @@ from longmesh.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from longmesh.testing import cpu_mesh
 from support.op_sweep import sweep_names, sweep_op
 
-# Every tenth op: a choice of all families.
+# Every tenth op: a choice of all families. tests/soak has them all.
 NAMES = sweep_names()[2::10]
 PARTS = 2
 
