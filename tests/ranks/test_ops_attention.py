@@ -46,11 +46,14 @@ def compare(mesh_shape):
 
 
 def without_batch(mesh_shape):
-    """Three dims: torch has no fused op for them, and adds its causal mask to the scores."""
-    found = []
-    for options in ({}, {"is_causal": True}, {"attn_mask": torch.ones(4, 3, dtype=torch.bool).tril()}):
-        tensors = [torch.randn(2, 4, 5), torch.randn(2, 3, 5), torch.randn(2, 3, 5)]
-        found += compare_op(lambda q, k, v, o=options: attend(q, k, v, **o), tensors, mesh_shape, trials=4)
+    """Three dims: torch has no fused op for them, and adds the mask to the scores."""
+    tensors = [torch.randn(2, 4, 5), torch.randn(2, 3, 5), torch.randn(2, 3, 5)]
+    found = compare_op(attend, tensors, mesh_shape, trials=4)
+    masked = [*tensors, torch.ones(4, 3).tril()]
+    for mask in (lambda m: m, lambda m: m.detach(), lambda m: m > 0.5):
+        found += compare_op(
+            lambda q, k, v, m, of=mask: attend(q, k, v, attn_mask=of(m)), masked, mesh_shape, trials=4
+        )
     return found
 
 

@@ -4,6 +4,7 @@ inside, a linear layer's weight).
     F.linear(x, w, b)   one op and one step of autograd, linear_backward; x may be cut along any of its batch dims
     x @ y               the same with matmul and matmul_backward
     torch.einsum        of two operands; its gradients are einsums, too
+    attention           as it is: a plain mask that torch adds to the scores is known to be one
     backward, grad      as they are, with what they call (hooks, recomputed checkpoints) seen by these functions too
 
 torch itself makes of x of shape (batch, tokens, features) a matrix of batch * tokens rows, and multiplies that. Where
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 from longmesh.rules.product import einsum_terms, matmul_backward
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.dtensor import DTensor, Factor
+from longmesh.tensor.plain import in_attention
 
 aten = torch.ops.aten
 
@@ -226,12 +228,22 @@ def take_weight(module: nn.Module, name: str, parameter: Any) -> None:
         parameter.__class__ = Factor
 
 
+def attention(*args: Any, **kwargs: Any) -> Any:
+    """F.scaled_dot_product_attention as it is; a plain mask among its ops is known to be one."""
+    token = in_attention.set(True)
+    try:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    finally:
+        in_attention.reset(token)
+
+
 WHOLE: dict[Function, Function] = {
     F.linear: linear,
     torch.matmul: matmul,
     torch.Tensor.matmul: matmul,
     torch.Tensor.__matmul__: matmul,
     torch.einsum: einsum,
+    F.scaled_dot_product_attention: attention,
     torch.Tensor.detach: detach,
 }
 OPEN: dict[Function, Function] = {torch.Tensor.backward: backward, torch.autograd.grad: grad}

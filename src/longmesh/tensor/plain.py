@@ -6,7 +6,6 @@ values is; anything else needs a layout, which only its owner knows.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -21,7 +20,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from longmesh._torch import engine_code, in_backward
 from longmesh.errors import LongmeshError
-from longmesh.rules.lookup import can_read
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dtensor import DTensor
@@ -31,6 +29,8 @@ from longmesh.tensor.tree import all_tensors, map_tensors
 decomposing: ContextVar[bool] = ContextVar("longmesh_decomposing", default=False)
 # Whether plain tensors that meet DTensors are whole on every rank: see experimental.implicit_replication.
 taken_as_replicated: ContextVar[bool] = ContextVar("longmesh_taken_as_replicated", default=False)
+# While torch computes an attention that was seen above autograd (functions.py): op by op, it adds a mask to the scores.
+in_attention: ContextVar[bool] = ContextVar("longmesh_in_attention", default=False)
 
 
 def share_mesh(tensors: list[torch.Tensor]) -> bool:
@@ -149,8 +149,8 @@ def _is_mask(func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwar
     """A mask of attention, a bool one too in the form in which scores take it; or the zeros that
     multi_head_attention_forward puts beside keys and values.
 
-    Kernels name it. Where torch computes attention op by op (dropout on CPUs) it is added to the scores, and looks like
-    any other operand; there a mask is known by its values, 0 and -inf, where reading them waits for nothing.
+    Kernels name it. Where torch computes attention op by op (dropout on CPUs, three dims) it is added to the scores and
+    looks like any other operand: it is known where the call of attention was seen, else refused. Never by its values.
     """
     if tensor.requires_grad:  # it is trained: its gradient would have no layout
         return False
@@ -159,16 +159,20 @@ def _is_mask(func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwar
         return any(t is tensor for name, t in (*named, *kwargs.items()) if name in ("attn_mask", "attn_bias"))
     if _caller() is F.multi_head_attention_forward.__code__:
         return True
-    is_added = func is torch.ops.aten.add.Tensor and tensor.ndim > 1
-    return is_added and can_read(tensor) and bool(((tensor == 0) | (tensor == -math.inf)).all())
+    return in_attention.get() and func is torch.ops.aten.add.Tensor
 
 
 def refuse_mix(func: OpOverload, tensors: Sequence[torch.Tensor]) -> NoReturn:
     """A plain tensor whose layout is not known."""
     shapes = ", ".join(map(_show, tensors))
+    may_be_mask = func is torch.ops.aten.add.Tensor and all(t.ndim > 1 for t in tensors)
+    hint = (
+        ". If it is a mask of scaled_dot_product_attention, where that has no kernel (dropout on a CPU, 3 dims): pass "
+        "attn_mask= as a DTensor, instead of is_causal too"
+    )
     raise LongmeshError(
         f"{func} mixes a DTensor with a plain tensor: {shapes}. Wrap the plain one with "
-        "DTensor.from_local or distribute_tensor, so that its layout is known"
+        f"DTensor.from_local or distribute_tensor, so that its layout is known{hint if may_be_mask else ''}"
     )
 
 
