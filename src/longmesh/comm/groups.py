@@ -10,6 +10,8 @@ together. Plans are the same on every rank, so they all need it at the same mome
 from __future__ import annotations
 
 import functools
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -74,8 +76,8 @@ class MeshComm:
         self.results: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """None in a copy of the mesh, which gets its own."""
-        return type(None), ()
+        """Nothing in a copy of the mesh, which gets its own; of a type that torch.load allows."""
+        return OrderedDict, ()
 
     def group(self, axes: tuple[int, ...]) -> AxisGroup:
         """The group over `axes`. Collective over them the first time, if there are several."""
@@ -129,21 +131,40 @@ def backend_of(process_group: dist.ProcessGroup, device: str) -> str:
     return found.get(device, dist.get_backend(process_group))
 
 
-# Where a mesh holds its MeshComm. What is known of a mesh is in the mesh, not in a table beside it: layouts and plans
-# point back to the mesh, and a table would keep it alive.
-_HELD_AS = "_longmesh_comm"
+class _Registry:
+    """One MeshComm per DeviceMesh object, held by the mesh and found here by its identity.
+
+    What is known of a mesh is in the mesh, not in a table beside it: layouts and plans point back to the mesh, and a
+    table would keep it alive. It is not read from the mesh, since a compiler may not look into one. By identity: two
+    equal meshes may belong to different process groups (a destroyed world and its successor).
+    """
+
+    def __init__(self) -> None:
+        self._comms: dict[int, weakref.ref[MeshComm]] = {}
+
+    def get(self, mesh: DeviceMesh) -> MeshComm:
+        found = self._comms.get(id(mesh))
+        comm = None if found is None else found()  # alive only as long as its mesh is
+        return self._make(mesh) if comm is None else comm
+
+    def _make(self, mesh: DeviceMesh) -> MeshComm:
+        comm, key = MeshComm(mesh), id(mesh)
+
+        def forget(gone: weakref.ref[MeshComm]) -> None:
+            if self._comms.get(key) is gone:  # another mesh may have the number by now
+                del self._comms[key]
+
+        self._comms[key] = weakref.ref(comm, forget)
+        mesh._longmesh_comm = comm  # pyright: ignore[reportAttributeAccessIssue]
+        return comm
+
+
+_registry = _Registry()
 
 
 def comm_anywhere(mesh: DeviceMesh) -> MeshComm:
-    """The MeshComm of a mesh; made on first use. Also on a rank that is not in the mesh (`is_member`).
-
-    One per mesh object: two equal meshes may belong to different process groups (a destroyed world and its successor).
-    """
-    comm = mesh.__dict__.get(_HELD_AS)
-    if comm is None or comm.mesh is not mesh:  # copy.copy gives a mesh another's
-        comm = MeshComm(mesh)
-        setattr(mesh, _HELD_AS, comm)
-    return comm
+    """The MeshComm of a mesh; made on first use. Also on a rank that is not in the mesh (`is_member`)."""
+    return _registry.get(mesh)
 
 
 def comm_of(mesh: DeviceMesh) -> MeshComm:
