@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -81,3 +83,46 @@ def test_what_is_not_supported_is_refused_by_name(pool):
         assert "FluxTransformer2DModel attends to latents and text as one joint sequence" in joint
         assert "UNet2DModel does not say where its sequence can be cut" in planless
         assert "Linear is neither a transformer of diffusers nor a pipeline that has one" in no_model
+
+
+def refuse_in_a_forward() -> list[str]:
+    """What a forward meets: a mask of self-attention, and a second sequence of another length."""
+    model, said = tiny_wan(), []
+    latents, words = (
+        torch.randn(1, 4, 1, 4, 4, dtype=torch.float64),
+        torch.randn(1, 3, 16, dtype=torch.float64),
+    )
+
+    def give_a_mask(_module, args):  # hidden states, those of the text, the mask, ...
+        return (*args[:2], torch.zeros(4, 4, dtype=torch.float64), *args[3:])
+
+    def lengthen(_module, _args, output):
+        return tuple(torch.cat([t, t], 1) for t in output)
+
+    attention = model.blocks[0].attn1
+    for add in (
+        lambda: attention.register_forward_pre_hook(give_a_mask),
+        lambda: model.rope.register_forward_hook(lengthen),
+    ):
+        added = add()
+        handle = longmesh.diffusers.context_parallel(model, cpu_mesh(2))
+        try:
+            model(latents, torch.tensor([7]), words)
+        except LongmeshError as error:
+            said.append(str(error))
+        handle.remove()
+        added.remove()
+    return said
+
+
+def test_a_forward_that_is_not_supported_says_so(pool):
+    for mask, two_lengths in pool.run(refuse_in_a_forward, ranks=2, timeout=60.0):
+        assert "WanTransformer3DModel gives its self-attention a mask; leave the mask out" in mask
+        assert "WanTransformer3DModel cuts sequences of" in two_lengths
+        assert "tokens in one forward; models whose latents are one sequence are supported" in two_lengths
+
+
+def test_a_missing_package_is_named_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(LongmeshError, match=r"pip install longmesh\[diffusers\]"):
+        longmesh.diffusers.context_parallel(nn.Linear(2, 2), None)
