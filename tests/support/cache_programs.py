@@ -15,6 +15,7 @@ from longmesh.cache import PagePool
 from longmesh.testing import cpu_mesh
 from support.cache_reference import Dense
 
+_TOKENS = 5000  # more than 6 sequences of 40 steps can have
 _OPERATIONS = ("step",) * 6 + ("verify", "fork", "crop", "reorder", "free", "new")
 
 
@@ -28,9 +29,10 @@ class Program:
         self.kv_heads = self.draw.choice((1, 2, 3))
         self.heads = self.kv_heads * self.draw.choice((1, 2, 3))
         self.dim, self.v_dim = self.draw.choice(((8, 8), (8, 4), (4, 8)))
+        page = self.draw.choice((1, 2, 3, 7, 16))
         self.pool = PagePool(
-            mesh, num_pages=400, page=self.draw.choice((1, 2, 3, 7, 16)), layers=1, kv_heads=self.kv_heads,
-            head_dim=self.dim, v_head_dim=self.v_dim, dtype=torch.float64,
+            mesh, num_pages=_TOKENS // page + 12, page=page, layers=1, kv_heads=self.kv_heads, head_dim=self.dim,
+            v_head_dim=self.v_dim, dtype=torch.float64,
         )  # fmt: skip
         self.options: dict[str, Any] = self.draw.choice(
             ({}, {}, {"window": 1}, {"window": 6}, {"softcap": 2.0})
