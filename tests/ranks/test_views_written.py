@@ -135,10 +135,21 @@ def foreach(x, y):
     return x, a, b, held
 
 
+def made_contiguous(x, y):
+    """A view that is not contiguous is copied by contiguous() and reshape(), one that is, is not."""
+    views = [x[::2], x[1:], x.movedim(0, -1)[..., 1:], x[:, ::2], x.transpose(0, 1)[1:], x[::2].unsqueeze(0)]
+    made = [v.contiguous() for v in views] + [v.reshape(-1) for v in views]
+    strides = [n for v in views for n in v.stride()]
+    x.mul_(2)
+    made[0].add_(1)
+    made[6].add_(1)
+    return x, *views, *made, *strides
+
+
 PROGRAMS = [
     add_to_a_row, row_read_after_a_write, write_through_several_views, write_to_the_base_first, read_after_the_base,
     view_of_a_view, two_views, pieces, flattened, foreach, other_views, shapes_changed_in_place, detached, same_layout,
-    copies,
+    copies, made_contiguous,
 ]  # fmt: skip
 
 

@@ -41,6 +41,19 @@ def describe_call(
     return OpCall(func, meta_args, meta_kwargs, call.tensors, outputs), tuple(layouts)
 
 
+def view_strides(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[int, ...], ...]:
+    """The global strides of the views that an op gives, as of plain tensors: contiguous() and reshape() copy a view or
+    not by these. Of a view that plain tensors can't have, none."""
+    own = args[0]._tensor_layout
+    base = Meta(0, tuple(own.shape), tuple(own.stride), own.dtype)
+    try:
+        return tuple([out.stride for out in run_on_meta(OpCall(func, (base, *args[1:]), kwargs, (base,)))])
+    except RuntimeError:
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
 class LocalForm:
     """What a rank calls: `call` with the op's own arguments, or with `static` ones, metas in the places of tensors."""

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from longmesh._torch import increment_version
 from longmesh.comm import comm_anywhere
 from longmesh.rules import Rule, find_rule
-from longmesh.tensor.by_rule import describe_call, local_form, pends_more
+from longmesh.tensor.by_rule import describe_call, local_form, pends_more, view_strides
 from longmesh.tensor.direct import no_active_modes
 from longmesh.tensor.dtensor import DTensor, Factor
 from longmesh.tensor.mask_buffer import without_mask
@@ -306,10 +306,10 @@ class Dispatcher:
     ) -> tuple[OpPlan, Recipe | None, bool]:
         """A plan, how to plan others like it, if known, and whether it holds for these floats only."""
         tensors = all_tensors((args, kwargs))
-        if any(isinstance(t, DTensor) and t._tensor_layout.is_copied_view for t in tensors):
-            return plan_through_views(func), None, False
         if facts_of(func).is_composite_view:
             return plan_one_by_one(func), None, True
+        if any(isinstance(t, DTensor) and t._tensor_layout.is_copied_view for t in tensors):
+            return plan_through_views(func), None, False
         family = self.mixed.get(func) or self.families.get(func)
         is_simple = _are_simple(tensors)
         made = self._by_rule(func, args, kwargs) if is_simple and family is None else None
@@ -341,7 +341,8 @@ class Dispatcher:
                     result = planner.op(func, *planned)
         except Unplannable:
             return plan_one_by_one(func), None, True
-        return planner.plan(func, result, _how(func, family)), None, True
+        strides = view_strides(func, args, kwargs) if facts_of(func).is_view else ()
+        return planner.plan(func, result, _how(func, family), strides), None, True
 
     def _by_rule(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -561,10 +561,13 @@ class Planner:
 
     # -- the plan ------------------------------------------------------------------------------
 
-    def plan(self, func: OpOverload, result: Any, how: str) -> OpPlan:
-        """The plan of an op whose result is made of planned tensors."""
+    def plan(
+        self, func: OpOverload, result: Any, how: str, strides: Sequence[tuple[int, ...]] = ()
+    ) -> OpPlan:
+        """The plan of an op whose result is made of planned tensors. `strides`: theirs, where they are known."""
         facts = facts_of(func)
         kept: set[int] = set()
+        following = iter(strides)
 
         def leaf(value: Any) -> Any:
             if isinstance(value, Planned):
@@ -573,7 +576,8 @@ class Planner:
                 kept.add(value.slot)
                 own = value._tensor_layout
                 shares = 0 if own.has_lookup else None
-                return Output(own.mesh, own.layout, own.shape, None, value.slot, shares, facts.is_view)
+                stride = next(following, None)
+                return Output(own.mesh, own.layout, own.shape, stride, value.slot, shares, facts.is_view)
             if isinstance(value, Output):
                 kept.add(value.slot)
             if isinstance(value, Slot):
