@@ -3,12 +3,15 @@
 On CPUs indices and classes are looked at, as torch's own kernels do, so that a wrong one raises; a device reports it.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd.profiler import profile
 
 from longmesh import Replicate, Shard, distribute_tensor
+from longmesh.debug import explain
 from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
 from longmesh.testing.device import DeviceCounts
@@ -108,8 +111,9 @@ def plain_operand(kind):
     x = distribute_tensor(torch.zeros(4, 6), mesh, [Replicate()])
     plain = torch.zeros(4, 6) if mesh.get_local_rank() == 0 else torch.ones(4, 6)
     q = distribute_tensor(torch.randn(2, 4, 4), mesh, [Shard(0)])
+    own = plain[:, :4].contiguous()
     try:
-        x + plain if kind == "add" else F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        x + plain if kind == "add" else F.scaled_dot_product_attention(q, q, q, attn_mask=own)
     except LongmeshError as error:
         return str(error)
     return ""
@@ -123,15 +127,23 @@ def test_values_decide_nothing(pool, kind):
 
 
 def plain_masks():
-    """Known to be masks where tokens are sharded: the largest difference from plain torch, and how many reads."""
+    """Masks are known in any layout, biases where tokens are sharded: the largest error, and how many reads."""
     mesh = cpu_mesh(2)
     torch.manual_seed(0)
     whole = torch.randn(2, 5, 4)
     worst = reads = 0
-    for mask in ({"is_causal": True}, {"attn_mask": MASK[:5, :5]}, {"attn_mask": torch.randn(5, 5)}):
-        q = distribute_tensor(whole, mesh, [Shard(1)])
+    causal, masked, biased = (
+        {"is_causal": True},
+        {"attn_mask": MASK[:5, :5]},
+        {"attn_mask": torch.randn(5, 5)},
+    )
+    everywhere = [(dim, mask) for dim in (0, 1, 2) for mask in (causal, masked)]
+    for dim, mask in (*everywhere, (1, biased)):
+        q = distribute_tensor(whole, mesh, [Shard(dim)]).requires_grad_(dim == 0)
         reads += num_reads(lambda q=q, mask=mask: F.scaled_dot_product_attention(q, q, q, **mask))
-        found = F.scaled_dot_product_attention(q, q, q, **mask).full_tensor()
+        attend = functools.partial(F.scaled_dot_product_attention, q, q, q, **mask)
+        explain(attend)  # its mode holds the operands, too
+        found = attend().full_tensor()
         worst = max(worst, (found - F.scaled_dot_product_attention(whole, whole, whole, **mask)).abs().max())
     return float(worst), reads
 

@@ -150,7 +150,8 @@ def _is_mask(func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwar
     multi_head_attention_forward puts beside keys and values.
 
     Kernels name it. Where torch computes attention op by op (dropout on CPUs, three dims) it is added to the scores and
-    looks like any other operand: it is known where the call of attention was seen, else refused. Never by its values.
+    looks like any other operand: it is known where the call of attention was seen, or because no Python code holds it.
+    Never by its values, which are a rank's own.
     """
     if tensor.requires_grad:  # it is trained: its gradient would have no layout
         return False
@@ -159,7 +160,25 @@ def _is_mask(func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwar
         return any(t is tensor for name, t in (*named, *kwargs.items()) if name in ("attn_mask", "attn_bias"))
     if _caller() is F.multi_head_attention_forward.__code__:
         return True
-    return in_attention.get() and func is torch.ops.aten.add.Tensor
+    if func is not torch.ops.aten.add.Tensor:
+        return False
+    return in_attention.get() or sys.getrefcount(tensor) <= _HELD_BY_US + _HELD_BY_MODE * _num_modes()
+
+
+# References to an operand that dispatching makes until `_is_mask`, and a mode that passes it on: of one that torch made
+# inside an op, from is_causal or a bool mask, there are no others. An operand of a caller, if only in an expression,
+# has two more.
+_HELD_BY_US, _HELD_BY_MODE = 11, 3
+
+
+def _num_modes() -> int:
+    """How many dispatch modes have passed on the op that is being dispatched; those are off by now."""
+    count, frame = 0, sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code  # of a tensor's class it would be a class method, without `self`
+        count += code.co_name == "__torch_dispatch__" and code.co_varnames[:1] == ("self",)
+        frame = frame.f_back
+    return count
 
 
 def refuse_mix(func: OpOverload, tensors: Sequence[torch.Tensor]) -> NoReturn:
