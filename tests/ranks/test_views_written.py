@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from longmesh import DTensor, Replicate, Shard, capture, distribute_tensor
+from longmesh import DTensor, Partial, Replicate, Shard, capture, distribute_tensor
 from longmesh.checkpoint import load, save
 from longmesh.comm import record_comm
 from longmesh.debug import explain, strict
@@ -341,3 +341,38 @@ def test_bytes_are_in_plans(pool):
         assert planned == sent
         assert refused.startswith("strict(): aten.slice.Tensor of (5, 3) S(0) would send")
         assert is_right
+
+
+def written_expanded(shape, mesh_shape):
+    """How writes to expanded tensors end: as in plain torch, on every rank; of pending sums all are refused."""
+    mesh, found = cpu_mesh(*mesh_shape), []
+    writes = {
+        "fill": lambda x: x.expand(2, *x.shape).fill_(3.0),
+        "zero": lambda x: x.expand(2, *x.shape).zero_(),
+        "add": lambda x: x.expand(2, *x.shape).add_(1),
+        "copy": lambda x: x.expand(2, *x.shape).copy_(x.detach().clone()),
+        "lists": lambda x: torch._foreach_mul_([x.expand(2, *x.shape)], 2.0),
+    }
+    for placement in (Shard(0), Shard(1), Replicate(), Partial()):
+        for name, write in writes.items():
+            plain = torch.arange(float(torch.Size(shape).numel())).view(shape)
+            x = distribute_tensor(plain.clone(), mesh, [placement] * mesh.ndim)
+            ended = []
+            for tensor in (plain, x):
+                try:
+                    write(tensor)
+                    ended.append("")
+                except (RuntimeError, LongmeshError) as error:
+                    ended.append(str(error))
+            is_told = "several of its elements are one place in memory; clone() it first" in ended[1]
+            if is_told and placement == Partial():
+                continue  # fill_ and zero_, too
+            if bool(ended[0]) != is_told or not torch.equal(plain, x.full_tensor()):
+                found.append((name, str(placement), ended))
+    return found
+
+
+@pytest.mark.parametrize(("shape", "mesh_shape"), [((4, 3, 2), (2,)), ((1, 1, 2), (2,)), ((3, 2, 2), (2, 2))])
+def test_writes_to_expanded_tensors_end_alike_on_every_rank(pool, shape, mesh_shape):
+    for found in pool.run(written_expanded, shape, mesh_shape, ranks=torch.Size(mesh_shape).numel()):
+        assert found == []

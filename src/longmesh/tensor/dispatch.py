@@ -39,6 +39,7 @@ from longmesh.tensor.op_facts import (
 from longmesh.tensor.op_key import describe, describe_named, exact_key
 from longmesh.tensor.op_plan import OpPlan, Output, execute, finish, wrap
 from longmesh.tensor.outside import is_split, plan_outside, run_split
+from longmesh.tensor.overlap import refuse_overlap
 from longmesh.tensor.plain import common_mesh, replicate_plain, value_of, writes_plain
 from longmesh.tensor.planner import USUAL, Planner, Unplannable, slots_for_metas
 from longmesh.tensor.propagate import Choice, choose
@@ -306,6 +307,8 @@ class Dispatcher:
     ) -> tuple[OpPlan, Recipe | None, bool]:
         """A plan, how to plan others like it, if known, and whether it holds for these floats only."""
         tensors = all_tensors((args, kwargs))
+        if func._schema.is_mutable:
+            refuse_overlap(func, args, kwargs)
         if facts_of(func).is_composite_view:
             return plan_one_by_one(func), None, True
         if any(isinstance(t, DTensor) and t._tensor_layout.is_copied_view for t in tensors):

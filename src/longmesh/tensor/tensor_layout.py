@@ -37,6 +37,7 @@ class TensorLayout:
         "face_stride",
         "has_lookup",
         "is_copied_view",
+        "is_expanded",
         "is_sharded_inside",
         "is_symbolic",
         "kind",
@@ -60,6 +61,8 @@ class TensorLayout:
     is_symbolic: bool
     # Whether a dim between the first and the last is sharded: as rows of a matrix the parts would not be in one piece.
     is_sharded_inside: bool
+    # Whether several elements are one place in memory: it has a dim that was expanded.
+    is_expanded: bool
     kind: Kind
     # Plans to other layouts, once made.
     routes: dict[Layout, RedistributePlan]
@@ -138,6 +141,9 @@ def _make(comm: MeshComm, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorL
     held.is_symbolic = is_symbolic
     held.face_stride = held.stride if is_symbolic or held.stride != contiguous_stride(held.shape) else None
     held.is_sharded_inside = any(0 < dim < len(held.shape) - 1 for dim in held.layout.shard_dims)
+    held.is_expanded = not is_symbolic and any(
+        step == 0 and size > 1 for size, step in zip(held.shape, held.stride, strict=True)
+    )
     held.routes = {}
     held.plans = {}
     held.has_lookup = any(isinstance(p, MaskPartial) for p in held.layout.placements)
@@ -147,5 +153,5 @@ def _make(comm: MeshComm, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorL
 
 def _kind(held: TensorLayout) -> Kind:
     sizes = tuple([n if n < 2 else 2 for n in held.shape])
-    key = (held.layout, held.dtype, held.reduced, held.is_copied_view, sizes)
+    key = (held.layout, held.dtype, held.reduced, held.is_copied_view, held.is_expanded, sizes)
     return held.comm.kinds.setdefault(key, Kind())

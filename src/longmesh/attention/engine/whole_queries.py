@@ -25,5 +25,5 @@ class CutQueries(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.queries.unshard(grad.contiguous(), 2), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.queries.unshard(gradients[0].contiguous(), 2), None
