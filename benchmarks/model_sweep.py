@@ -79,10 +79,10 @@ is looked at in the same way when it is first called.
 
 {counts}
 
-Made on {made}:
+Made on {made}. A sweep may take several runs; a row that is not tried anew keeps its last outcome:
 
 ```sh
-python benchmarks/model_sweep.py --fresh
+python benchmarks/model_sweep.py --seconds 240
 ```
 
 | family | outcome | why | gathered |
