@@ -201,3 +201,18 @@ def strides_of_slices():
 def test_strides_are_the_same_on_ranks_with_empty_parts(pool):
     """torch asks them which way to go through an op: a rank that goes alone sends other sizes than the rest expect."""
     assert pool.run(strides_of_slices, ranks=4) == [((8, 1, 2, 4), (3, 2, 2, 5))] * 4
+
+
+def strided_gaps():
+    x = distribute_tensor(torch.arange(12.0).view(6, 2), cpu_mesh(2), [Shard(0)])
+    try:
+        x[::2].as_strided((2, 2), (2, 1))
+    except LongmeshError as error:
+        return str(error), x[::2].contiguous().as_strided((2, 2), (2, 1)).full_tensor().tolist()
+    return "", []
+
+
+def test_as_strided_does_not_read_between_the_rows_of_a_view(pool):
+    for text, found in pool.run(strided_gaps, ranks=2):
+        assert text.startswith("as_strided of a view with gaps, of shape (3, 2) and stride (4, 1)")
+        assert found == [[0.0, 1.0], [4.0, 5.0]]

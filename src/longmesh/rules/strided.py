@@ -6,11 +6,13 @@ goes through; its backward puts zeros around them, so there only sums do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from longmesh.errors import LongmeshError
 from longmesh.rules.rule import AxisRule, LocalView, OpCall, Rule
 from longmesh.rules.view import LINEAR, kept, no_lines, other_dims
 from longmesh.spec import Partial
@@ -73,6 +75,12 @@ def bits_lines(call: OpCall) -> list[AxisRule]:
 
 def _as_strided_locally(call: OpCall, view: LocalView) -> Callable[..., Any]:
     meta = call.tensors[0]
+    lengths = [(n, step) for n, step in zip(meta.shape, meta.stride, strict=True) if step]
+    if math.prod(n for n, _ in lengths) < 1 + sum((n - 1) * step for n, step in lengths):
+        raise LongmeshError(
+            f"as_strided of a view with gaps, of shape {tuple(meta.shape)} and stride {tuple(meta.stride)}: what lies "
+            "in the gaps is not known here; call it on the tensor that it is a view of, or on contiguous()"
+        )
 
     def strided(local: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:
         if local.stride() != meta.stride:
