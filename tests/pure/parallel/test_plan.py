@@ -156,7 +156,7 @@ def test_a_module_that_a_style_cannot_take():
 def test_a_mesh_of_two_axes(style):
     text = error_of(parallelize_module, nn.Linear(2, 2), MeshShape((2, 2), ("dp", "tp")), style)
     assert text == (
-        f"{type(style).__name__} works on one mesh axis, got MeshShape(dp=2, tp=2) with 2; pass the axis to cut "
+        f"{type(style).__name__} works on one mesh axis, got MeshShape(dp=2, tp=2) with 2; pass the axis to shard "
         "modules over: mesh['tp']"
     )
     assert "a mesh with mesh_dim_names, sliced by name" in error_of(
