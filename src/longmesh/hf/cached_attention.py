@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from longmesh._torch import no_subclass_functions
 from longmesh.attention.mask.block import UNBOUNDED
+from longmesh.attention.scope.cut_mask import MaskStandIn
 from longmesh.errors import LongmeshError
 from longmesh.hf.cached_batch import CachedBatch
 from longmesh.hf.cached_keys import CachedKeys
@@ -32,36 +33,18 @@ class CachedLength(int):
         return found
 
 
-class CachedMask(torch.Tensor):
+class CachedMask(MaskStandIn):
     """Stands for a causal mask over a cache, shaped (rows, 1, new tokens, all tokens). `window`: None for all keys."""
 
+    REMEDY = "over a sharded cache there is no such tensor: use transformers' DynamicCache with this model"
     window: int | None
 
     @staticmethod
     def of(window: int | None, shape: tuple[int, int, int], device: torch.device | str) -> CachedMask:
         rows, new, length = shape
-        one = torch.ones((), dtype=torch.bool, device=device).expand(rows, 1, new, length)
-        found = one.as_subclass(CachedMask)
+        found = CachedMask.shaped((rows, 1, new, length), device)
         found.window = window
         return found
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        with no_subclass_functions():
-            found = func(*args, **(kwargs or {}))
-        if not isinstance(found, Tensor) or name == "__get__":
-            return found
-        if name in ("to", "contiguous", "clone", "detach", "bool", "expand"):
-            kept = found.as_subclass(CachedMask)
-            kept.window = args[0].window
-            return kept
-        raise LongmeshError(
-            f"the model computes with its attention mask ({name}); over a sharded cache there is no such tensor: use "
-            "transformers' DynamicCache with this model"
-        )
 
 
 def cached_mask(

@@ -11,7 +11,7 @@ this rank's part of it; this one has its shape, and says by value what it means.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -28,20 +28,20 @@ _READS = frozenset(
 )
 
 
-class CutMask(torch.Tensor):
-    """Shaped (rows, 1, tokens, tokens) as this rank's part would be. `mask`: which keys are seen, in global positions.
+M = TypeVar("M", bound="MaskStandIn")
 
-    It may be sliced to its own size, moved and expanded. Anything else is an error.
+
+class MaskStandIn(torch.Tensor):
+    """Has a mask's shape, one element of memory, and attributes that say what it means.
+
+    It may be sliced to its own size, moved and expanded. Anything else is an error, which ends with `REMEDY`.
     """
 
-    mask: Mask
+    REMEDY: ClassVar[str]
 
-    @staticmethod
-    def of(mask: Mask, rows: int, tokens: int, device: torch.device | str) -> CutMask:
-        one = torch.ones((), dtype=torch.bool, device=device).expand(rows, 1, tokens, tokens)
-        found = one.as_subclass(CutMask)
-        found.mask = mask
-        return found
+    @classmethod
+    def shaped(cls: type[M], shape: tuple[int, ...], device: torch.device | str) -> M:
+        return torch.ones((), dtype=torch.bool, device=device).expand(shape).as_subclass(cls)
 
     @classmethod
     def __torch_function__(
@@ -53,14 +53,24 @@ class CutMask(torch.Tensor):
         if name in _READS:
             return found
         mask = args[0] if args else None
-        if isinstance(mask, CutMask) and isinstance(found, torch.Tensor) and _keeps(name, mask, found):
-            kept = found.as_subclass(CutMask)
-            kept.mask = mask.mask
+        if isinstance(mask, MaskStandIn) and isinstance(found, torch.Tensor) and _keeps(name, mask, found):
+            kept = found.as_subclass(type(mask))
+            vars(kept).update(vars(mask))
             return kept
-        raise LongmeshError(
-            f"the model computes with its attention mask ({name}); over a cut sequence there is no such tensor, only "
-            "what attention makes of it"
-        )
+        raise LongmeshError(f"the model computes with its attention mask ({name}); {cls.REMEDY}")
+
+
+class CutMask(MaskStandIn):
+    """Shaped (rows, 1, tokens, tokens) as this rank's part would be. `mask`: the keys seen, in global positions."""
+
+    REMEDY = "over a cut sequence there is no such tensor, only what attention makes of it"
+    mask: Mask
+
+    @staticmethod
+    def of(mask: Mask, rows: int, tokens: int, device: torch.device | str) -> CutMask:
+        found = CutMask.shaped((rows, 1, tokens, tokens), device)
+        found.mask = mask
+        return found
 
 
 def _keeps(name: str, mask: torch.Tensor, found: torch.Tensor) -> bool:
