@@ -31,6 +31,9 @@ class Dense:
             scores = torch.cat([scores, sinks.double()[:, None, None].expand(H, n, 1)], -1)
         return torch.einsum("hnk,khe->nhe", scores.softmax(-1)[..., : len(keys)], values)
 
+    def __len__(self) -> int:
+        return 0 if self.k is None else len(self.k)
+
     def crop(self, length: int) -> None:
         if self.k is not None and self.v is not None:
             self.k, self.v = self.k[:length], self.v[:length]

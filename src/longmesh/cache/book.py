@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence as Listed
 from typing import NamedTuple
 
 from longmesh.cache.ledger import Ledger
+from longmesh.cache.moving import Moved, Moving
 from longmesh.cache.placement import Placement, Span
 from longmesh.cache.sequence import Sequence
 from longmesh.errors import LongmeshError
@@ -33,7 +34,10 @@ class Book:
         self.page = page
         self.ledgers = [Ledger(num_pages) for _ in range(num_ranks)]
         self._made = 0
+        self.live: dict[int, Sequence] = {}  # by name, those that are not freed
+        self.moving: Moving | None = None
         self.on_free: Callable[[int, int], None] | None = None  # told of (rank, page) that became free
+        self.on_move: Callable[[Moved], None] | None = None  # and of those that moved
 
     @property
     def num_ranks(self) -> int:
@@ -44,30 +48,39 @@ class Book:
         """Pages in use, on all ranks."""
         return sum(ledger.num_used for ledger in self.ledgers)
 
-    def new(self, width: int | None = None) -> Sequence:
-        """An empty sequence over `width` ranks (None: all), beginning on the one with the fewest pages in use."""
-        width = self.num_ranks if width is None else width
+    def new(self, asked: int | None = None, *, by_cost: bool = False) -> Sequence:
+        """An empty sequence over so many ranks (None: all), beginning on the one with the fewest pages in use."""
+        width = self.num_ranks if asked is None else asked
         if not 1 <= width <= self.num_ranks:
             raise LongmeshError(
                 f"a sequence over {width} ranks; this pool has {self.num_ranks}, so give 1 to {self.num_ranks}"
             )
+        found = self.new_on(self.place(width))
+        found.width, found.by_cost = asked, by_cost
+        return found
+
+    def place(self, width: int) -> Placement:
+        """Over the ranks with the fewest pages in use."""
         used = [ledger.num_used for ledger in self.ledgers]
-        first = used.index(min(used))
         if width == self.num_ranks:
-            ranks = [(first + i) % self.num_ranks for i in range(width)]
-        else:
-            ranks = sorted(range(self.num_ranks), key=lambda rank: (used[rank], rank))[:width]
-        return self.new_on(Placement(tuple(ranks), self.page))
+            first = used.index(min(used))
+            return Placement(tuple((first + i) % width for i in range(width)), self.page)
+        ranks = sorted(range(self.num_ranks), key=lambda rank: (used[rank], rank))[:width]
+        return Placement(tuple(ranks), self.page)
 
     def new_on(self, placement: Placement) -> Sequence:
         self._made += 1
-        return Sequence(placement, [[] for _ in placement.ranks], name=self._made)
+        width = None if placement.width == self.num_ranks else placement.width
+        found = Sequence(placement, [[] for _ in placement.ranks], name=self._made, width=width)
+        self.live[found.name] = found
+        return found
 
     def fork(self, source: Sequence) -> Sequence:
         """A sequence that begins as `source` does, in the same pages."""
         self.check(source)
         branch = self.new_on(source.placement)
         branch.length, branch.hidden = source.length, source.hidden
+        branch.width, branch.by_cost = source.width, source.by_cost
         branch.tables = [list(table) for table in source.tables]
         for rank, table in zip(branch.placement.ranks, branch.tables, strict=True):
             for page in table:
@@ -84,7 +97,7 @@ class Book:
         placement = sequence.placement
         for slot, table in enumerate(sequence.tables):
             keep = placement.num_pages(slot, length)
-            self._drop(placement.ranks[slot], table[keep:])
+            self.drop(placement.ranks[slot], table[keep:])
             del table[keep:]
         sequence.length = length
         sequence.hidden = tuple((a, min(b, length)) for a, b in sequence.hidden if a < length)
@@ -94,6 +107,7 @@ class Book:
         """Give the sequence's pages back; it can't be used any more."""
         self.crop(sequence, 0)
         sequence.is_free = True
+        del self.live[sequence.name]
 
     def reorder(self, sequences: Listed[Sequence], order: Listed[int]) -> list[Sequence]:
         """``[sequences[i] for i in order]``: those that come again are forked, those that don't come are freed."""
@@ -124,7 +138,12 @@ class Book:
     def extend(self, entries: Listed[tuple[Sequence, int]]) -> list[Copy]:
         """Make room for new tokens at the end of sequences, and count them in; what must be copied before."""
         self._check_entries(entries)
-        self._check_room(self.needed(entries))
+        needed = self.needed(entries)
+        if self.moving is not None and any(
+            pages > ledger.num_free for pages, ledger in zip(needed, self.ledgers, strict=True)
+        ):
+            self.moving.cancel()  # copies are no reason to run out of pages
+        self._check_room(needed)
         copies: list[Copy] = []
         for sequence, count in entries:
             if count:
@@ -166,6 +185,9 @@ class Book:
             sequence.tables[slot].append(target)
             copies.append(Copy(rank, source, target))
             sequence.changed()
+        elif length % page and self.moving is not None:
+            slot = length // page % width
+            self.moving.forget(placement.ranks[slot], sequence.tables[slot][-1])
         first, last = -(-length // page), -(-(length + count) // page)
         for number in range(first, last):
             slot = number % width
@@ -175,10 +197,19 @@ class Book:
             sequence.changed()
         sequence.length = length + count
 
-    def _drop(self, rank: int, pages: Listed[int]) -> None:
+    def drop(self, rank: int, pages: Listed[int]) -> None:
+        """One sequence less holds these pages."""
         for page in pages:
-            if self.ledgers[rank].drop(page) and self.on_free is not None:
-                self.on_free(rank, page)
+            if self.ledgers[rank].drop(page):
+                if self.moving is not None:
+                    self.moving.forget(rank, page)
+                if self.on_free is not None:
+                    self.on_free(rank, page)
+
+    def tell_moved(self, moved: Moved) -> None:
+        """What lay on these pages lies on others now."""
+        if self.on_move is not None:
+            self.on_move(moved)
 
     def _check_entries(self, entries: Listed[tuple[Sequence, int]]) -> None:
         for sequence, count in entries:

@@ -8,26 +8,31 @@
     step.commit()
     branch = pool.fork(seq)                              # shares pages until one of them is written
 
-Every rank makes the pool and calls it alike: where tokens lie follows from their positions, so nothing but attention
-communicates. `num_pages` is what each rank has.
+Every rank makes the pool and calls it alike: where tokens lie follows from their positions, so only attention
+and moves between ranks communicate. `num_pages` is what each rank has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Listed
+from collections.abc import Callable, Sequence as Listed
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh.cache.balance import width_by_cost
 from longmesh.cache.book import Book
 from longmesh.cache.check import digest_of
+from longmesh.cache.member import Member
 from longmesh.cache.prefix import PrefixIndex
+from longmesh.cache.rebalance import rebalance
+from longmesh.cache.remesh import move_pool
 from longmesh.cache.sequence import Sequence
 from longmesh.cache.step import Step
-from longmesh.cache.store import PageStore
-from longmesh.comm import comm_of
+from longmesh.cache.store import PageStore, Shape
+from longmesh.comm import AxisGroup
 from longmesh.errors import LongmeshError
+from longmesh.plan import Cluster, cluster_of
 
 
 class PagePool:
@@ -61,38 +66,76 @@ class PagePool:
         v_head_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        cluster: Cluster | str | None = None,
     ) -> None:
-        if mesh is not None and mesh.ndim != 1:
-            raise LongmeshError(
-                f"PagePool: the mesh has {mesh.ndim} axes; a cache lies over one: pass the sub-mesh, such as mesh['cp']"
-            )
-        self.mesh = mesh
-        self.group = None if mesh is None else comm_of(mesh).group((0,))
-        self.rank = 0 if self.group is None else self.group.rank
-        self.num_ranks = 1 if self.group is None else self.group.size
+        self.member = Member(mesh)
         self.device = device if device is not None else "cpu" if mesh is None else mesh.device_type
         self.page, self.num_layers = page, layers
         self.book = Book(self.num_ranks, num_pages, page)
         self._prefixes = PrefixIndex(self.book)
-        self._stores: list[PageStore | None] = [None] * layers
+        self.shapes: list[Shape | None] = [None] * layers
+        self.stores: list[PageStore | None] = [None] * layers
+        self._cluster = cluster_of(cluster, torch.device(self.device).type)
+        self._is_sized = kv_heads is not None
         self._open: Step | None = None
         self.has_agreed = False
         if kv_heads is not None:
             if head_dim is None:
                 raise LongmeshError(f"PagePool: kv_heads={kv_heads} and no head_dim; give both, or neither")
             for layer in range(layers):
-                self._make_store(layer, kv_heads, head_dim, v_head_dim or head_dim, dtype)
+                self._make_store(layer, Shape(kv_heads, head_dim, v_head_dim or head_dim, dtype))
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh that the pool lies over now."""
+        return self.member.mesh
+
+    @property
+    def group(self) -> AxisGroup | None:
+        """The mesh's ranks; None outside the mesh or without one."""
+        return self.member.group
+
+    @property
+    def rank(self) -> int:
+        """This process's place among the pool's ranks; -1 if it is not one of them."""
+        return self.member.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks hold pages."""
+        return self.member.size
 
     # -- sequences -------------------------------------------------------------------------------
 
-    def sequence(self, *, width: int | None = None, tokens: Listed[int] | None = None) -> Sequence:
+    def sequence(
+        self, *, width: int | None = None, expected: int | None = None, tokens: Listed[int] | None = None
+    ) -> Sequence:
         """A new sequence over `width` ranks (None: all). Local.
 
+        `expected`: about how many tokens it will hold; the width is chosen by cost, one rank for short ones.
         `tokens`: what it will hold. Full pages that `remember` knows to hold its beginning are shared: it starts with
         as many tokens, and the step gives the rest.
         """
         found = None if tokens is None else self._prefixes.find(tokens)
-        return self.book.new(width) if found is None else found
+        if found is not None:
+            return found
+        if expected is None:
+            return self.book.new(width)
+        width_of = self.width_of(self.num_ranks)
+        if width is not None or width_of is None:
+            raise LongmeshError(
+                f"PagePool.sequence(width={width}, expected={expected}): a width by cost needs a pool that was made "
+                "with kv_heads= and head_dim=, and no width="
+            )
+        return self.book.new(width_of(expected), by_cost=True)
+
+    def width_of(self, num_ranks: int) -> Callable[[int], int] | None:
+        """The width by cost of a sequence of so many tokens, with as many query heads as key heads; None: not known."""
+        shape = self.shapes[0] if self.shapes else None
+        if shape is None or not self._is_sized:
+            return None
+        keys, results = shape.page_bytes(1), shape.kv_heads * (shape.v_head_dim + 1) * 4
+        return lambda length: width_by_cost(length, num_ranks, keys, results, self._cluster)
 
     def remember(self, sequence: Sequence, tokens: Listed[int]) -> None:
         """Let later sequences that begin with these tokens share the full pages of this one while it lives. Local."""
@@ -114,6 +157,26 @@ class PagePool:
         """``[sequences[i] for i in order]``, for beam search: forks what comes again, frees what does not. Local."""
         return self.book.reorder(sequences, order)
 
+    # -- moves -----------------------------------------------------------------------------------
+
+    def rebalance(self, max_bytes: int) -> int:
+        """Move pages from ranks that hold many to ranks that hold few; call it between steps until it returns 0.
+
+        Sequences over fewer ranks than the pool has, and frees, make ranks hold more than others. No rank sends or
+        receives more than `max_bytes` in a call; a sequence that takes several calls is read where it was until all of
+        it is there. One whose width is by cost is spread over more ranks when it has outgrown it. Returns the bytes
+        that all ranks sent. Collective: every rank, with the same argument.
+        """
+        return rebalance(self, max_bytes)
+
+    def move_to(self, mesh: DeviceMesh, *, num_pages: int | None = None) -> None:
+        """Move all sequences to another mesh of the same world, with `num_pages` pages on each rank (None: as before).
+
+        One of both meshes has all ranks of the other, and all of them have this pool. The sequences stay valid.
+        Collective: every rank of the larger mesh; ranks outside both call it too, to keep their books.
+        """
+        move_pool(self, mesh, num_pages)
+
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self, entries: Listed[tuple[Sequence, int]], *, cut: bool = False) -> Step:
@@ -123,7 +186,7 @@ class PagePool:
         copies = self.book.extend(entries)
         for rank, source, target in copies:
             if rank == self.rank:
-                for store in self._stores:
+                for store in self.stores:
                     if store is not None:
                         store.copy(source, target)
         self._open = Step(self, entries, cut=cut)
@@ -139,38 +202,49 @@ class PagePool:
     @property
     def num_bytes(self) -> int:
         """The memory of this rank's pages."""
-        return sum(store.num_bytes for store in self._stores if store is not None)
+        return sum(store.num_bytes for store in self.stores if store is not None)
 
     def grow(self, num_pages: int) -> None:
         """Add pages on every rank. Local; every rank calls it."""
         for ledger in self.book.ledgers:
             ledger.grow(num_pages)
-        for store in self._stores:
+        for store in self.stores:
             if store is not None:
                 store.grow(num_pages)
+
+    @property
+    def page_bytes(self) -> int:
+        """A page's memory in all layers that have some."""
+        return sum(shape.page_bytes(self.page) for shape in self.shapes if shape is not None)
+
+    def replace_store(self, layer: int, shape: Shape, store: PageStore | None) -> None:
+        """Give a layer other pages; None on a rank that holds none."""
+        self.shapes[layer], self.stores[layer] = shape, store
 
     def store(self, layer: int, k: Tensor | None = None, v: Tensor | None = None) -> PageStore:
         """A layer's pages; `k` and `v` of a first step say how wide they are."""
         if not 0 <= layer < self.num_layers:
             raise LongmeshError(f"layer {layer}: the pool was made for layers 0 to {self.num_layers - 1}")
-        store = self._stores[layer]
+        store = self.stores[layer]
         if store is None:
             assert k is not None and v is not None, "a layer is written before it is read"
-            store = self._make_store(layer, k.shape[-2], k.shape[-1], v.shape[-1], k.dtype)
+            store = self._make_store(layer, Shape(k.shape[-2], k.shape[-1], v.shape[-1], k.dtype))
+            assert store is not None, "only ranks of the mesh write"
         if k is not None and v is not None:
-            wanted = (store.kv_heads, store.head_dim, store.v_head_dim)
-            if (*k.shape[-2:], v.shape[-1]) != wanted:
+            wanted = store.shape
+            if (*k.shape[-2:], v.shape[-1]) != wanted[:3]:
                 raise LongmeshError(
                     f"layer {layer} holds {wanted[0]} heads of {wanted[1]} and {wanted[2]}; k has "
                     f"{k.shape[-2]} of {k.shape[-1]}, v {v.shape[-2]} of {v.shape[-1]}"
                 )
         return store
 
-    def _make_store(
-        self, layer: int, kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
-    ) -> PageStore:
-        store = self._stores[layer] = PageStore(kv_heads, head_dim, v_head_dim, self.page, dtype, self.device)
-        store.grow(self.book.ledgers[self.rank].num_pages)
+    def _make_store(self, layer: int, shape: Shape) -> PageStore | None:
+        store = None
+        if self.member.is_member:
+            store = PageStore(shape, self.page, self.device)
+            store.grow(self.book.ledgers[self.rank].num_pages)
+        self.replace_store(layer, shape, store)
         return store
 
     def random_state(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Listed
 import numpy as np
 
 from longmesh.cache.book import Book
+from longmesh.cache.moving import Moved
 from longmesh.cache.placement import Placement
 from longmesh.cache.sequence import Sequence
 from longmesh.errors import LongmeshError
@@ -34,7 +35,7 @@ class PrefixIndex:
         self._book = book
         self._pages: dict[bytes, tuple[Placement, int, int]] = {}  # placement, rank and page
         self._hashes: dict[tuple[int, int], bytes] = {}
-        book.on_free = self._forget
+        book.on_free, book.on_move = self._forget, self._move
 
     def remember(self, sequence: Sequence, tokens: Listed[int]) -> None:
         """`tokens` are what the sequence holds; its full pages can be shared from now on."""
@@ -68,3 +69,9 @@ class PrefixIndex:
         digest = self._hashes.pop((rank, page), None)
         if digest is not None:
             del self._pages[digest]
+
+    def _move(self, moved: Moved) -> None:
+        known = [(self._hashes.pop(old), new) for old, new in moved.items() if old in self._hashes]
+        for digest, (placement, rank, page) in known:
+            self._pages[digest] = (placement, rank, page)
+            self._hashes[rank, page] = digest

@@ -12,7 +12,8 @@ from longmesh.cache.placement import Placement, Span, without
 class Sequence:
     """Made by a `PagePool` and changed by it alone. `tables[slot]` are the pages on ``placement.ranks[slot]``.
 
-    `hidden`: spans of positions that no query sees, such as padding.
+    `hidden`: spans of positions that no query sees, such as padding. `width`: over how many ranks it was asked to lie
+    (None: all). `by_cost`: the pool chose the width, and may choose a larger one later.
 
     >>> from longmesh.cache import PagePool
     >>> pool = PagePool(mesh, num_pages=4, page=2, layers=1, kv_heads=1, head_dim=8)
@@ -28,6 +29,8 @@ class Sequence:
     hidden: tuple[Span, ...] = ()
     is_free: bool = False
     name: int = 0
+    width: int | None = None
+    by_cost: bool = False
     _runs: dict[int, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:

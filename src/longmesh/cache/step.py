@@ -69,6 +69,7 @@ class Step:
     def rows(self) -> Tensor:
         """The rows of the step that this rank gives and gets: all, or with cut queries those whose keys it holds."""
         if self.is_cut:
+            self._pool.member.check("Step.rows")
             return torch.from_numpy(self._owned[self._pool.rank])
         return torch.arange(self.plan.num_rows)
 
@@ -96,6 +97,7 @@ class Step:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put the new tokens' keys and values of a layer into their pages. Local."""
+        self._pool.member.check("Step.attend")
         if not self._is_checked:
             self._digest = digest_of(k, v)
         self._pool.store(layer, k, v).write(self._writes, k, v)
@@ -113,6 +115,7 @@ class Step:
         v_head_dim: int | None = None,
     ) -> Tensor:
         """`attend` for keys that were written before; `source`: keys and values that were made of them. Collective."""
+        self._pool.member.check("Step.attend")
         pool, shares = self._pool, self.plan.shares(window)
         store = pool.store(layer)
         source = Paged(store) if source is None else source

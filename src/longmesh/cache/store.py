@@ -36,20 +36,25 @@ class Piece(NamedTuple):
         return self.k_PGSD.shape[0] * self.k_PGSD.shape[2]
 
 
+class Shape(NamedTuple):
+    """What a layer caches of a token."""
+
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+
+    def page_bytes(self, page: int) -> int:
+        """Of a page of so many tokens."""
+        return page * self.kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+
+
 class PageStore:
     """Keys and values of one layer. Rows that were never written are zeros."""
 
-    def __init__(
-        self,
-        kv_heads: int,
-        head_dim: int,
-        v_head_dim: int,
-        page: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        self.kv_heads, self.head_dim, self.v_head_dim, self.page = kv_heads, head_dim, v_head_dim, page
-        self.dtype, self.device = dtype, device
+    def __init__(self, shape: Shape, page: int, device: torch.device | str) -> None:
+        self.shape, self.page, self.device = shape, page, device
+        self.kv_heads, self.head_dim, self.v_head_dim, self.dtype = shape
         self._starts: list[int] = []
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
