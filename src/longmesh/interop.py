@@ -17,7 +17,8 @@ import torch
 import torch.distributed.tensor as theirs
 from torch import nn
 
-from longmesh._torch import own_buffers, own_parameters, torch_spec_types, tree_map
+from longmesh._torch import own_buffers, own_parameters, tree_map
+from longmesh._torch.bridge import torch_spec_types
 from longmesh.errors import LongmeshError
 from longmesh.parallel.modules import Styled, is_styled
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
@@ -26,7 +27,7 @@ from longmesh.tensor.autograd import check_current
 
 __all__ = ["from_torch", "to_torch"]
 
-TheirSpec, TheirMeta, TheirMaskPartial, TheirStridedShard = torch_spec_types()
+TheirSpec, TheirMeta, TheirMaskPartial, TheirStridedShard, _to_strided, _to_order = torch_spec_types()
 
 
 def to_torch(value: object) -> Any:
@@ -166,7 +167,7 @@ def _their_placements(tensor: DTensor) -> tuple[Any, ...]:
                 f"{pieces} unequal pieces, which torch's strided shards place elsewhere; redistribute to the "
                 "default order first"
             )
-    return TheirSpec._convert_shard_order_to_StridedShard(
+    return _to_strided(
         layout.shard_order,  # pyright: ignore[reportArgumentType]
         tuple(placements),
         tensor.device_mesh,
@@ -178,7 +179,7 @@ def _our_layout(tensor: Any) -> Layout:
     placements = [_our_placement(p, tensor) for p in spec.placements]
     order = spec.shard_order
     if any(isinstance(p, TheirStridedShard) for p in spec.placements):
-        order = TheirSpec._maybe_convert_StridedShard_to_shard_order(spec.placements, tensor.device_mesh)
+        order = _to_order(spec.placements, tensor.device_mesh)
         if order is None:
             raise LongmeshError(
                 f"from_torch: {spec.placements} is no order of sharding dims over mesh axes; redistribute it to Shard "

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from longmesh._torch import storage_info_class
+from longmesh._torch.bridge import storage_info_class
 from longmesh.checkpoint.disk import check_room, writing
 from longmesh.checkpoint.replace import backup_path, remove, replace_with_staged, staging_path
 from longmesh.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from longmesh._torch.bridge import StorageInfo
 else:
     StorageInfo = storage_info_class()
 

@@ -49,10 +49,10 @@ _FUNCTIONAL = {
 
 def describe_foreign(func: Any, args: tuple[Any, ...]) -> tuple[Any, CommEvent] | None:
     """The op a collective is counted as, and the collective; None for an op that is none."""
-    packet = getattr(func, "_overloadpacket", None)  # a higher order op has none
+    packet = getattr(func, "overloadpacket", None)  # a higher order op has none
     if packet is None:
         return None
-    namespace, _, name = packet._qualified_op_name.partition("::")
+    namespace, name = func.namespace, packet.__name__
     if namespace == "c10d" and name in _C10D:
         kind, sent = _C10D[name]
         counted, tensors = packet, all_tensors(args[sent])

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longmesh._torch import no_subclass_functions
+from longmesh._torch import base_of, no_subclass_functions
 from longmesh.attention import masks
 from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.errors import LongmeshError
@@ -289,7 +289,7 @@ def _band(shown: Any, name: str) -> masks.Mask:
     The whole buffer is asked, not the slice: a window that is longer than this rank's part looks causal there.
     """
     batch = current_batch()
-    base = shown._base if isinstance(shown, Tensor) else None
+    base = base_of(shown) if isinstance(shown, Tensor) else None
     if base is None or batch is None or base.ndim < 2:
         raise _unknown(name)
     length, tokens = batch.length, _tokens()

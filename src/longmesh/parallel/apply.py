@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch import own_parameters
 from longmesh.errors import LongmeshError
 from longmesh.parallel.style import ParallelStyle
 from longmesh.tensor import DTensor
@@ -126,7 +127,7 @@ def _shared_parameters(modules: Any) -> list[list[Place]]:
     """Where one parameter stands in several of the modules, a list of its places."""
     places: dict[int, list[Place]] = {}
     for module in dict.fromkeys(modules):
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
     return [group for group in places.values() if len(group) > 1]
@@ -136,9 +137,9 @@ def _share_again(shared: list[list[Place]]) -> None:
     """Tie what was tied: each place got a DTensor of its own."""
     for group in shared:
         (first, name), *others = group
-        parameter: Any = first._parameters[name]
+        parameter: Any = own_parameters(first)[name]
         for module, other in others:
-            own: Any = module._parameters[other]
+            own: Any = own_parameters(module)[other]
             if not isinstance(own, DTensor) or not isinstance(parameter, DTensor):
                 continue
             if own.placements != parameter.placements:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch import functorch_level
 from longmesh.comm import MeshComm, comm_anywhere, comm_of
 from longmesh.comm.record import wants_ops
 from longmesh.parallel.style import layout_on, move_local, whole_shape
@@ -37,7 +38,7 @@ def can_fuse(x: torch.Tensor, mesh: DeviceMesh, *layouts: Placement) -> bool:
         and not wants_ops()
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(mesh.device_type)
-        and torch._C._functorch.maybe_current_level() is None  # pyright: ignore[reportAttributeAccessIssue]
+        and functorch_level() is None
     )
 
 

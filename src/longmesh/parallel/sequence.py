@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch import own_parameters
 from longmesh.parallel.modules import check_unstyled, give_step, hook
 from longmesh.parallel.norm import LayerNormStep, RMSNormStep
 from longmesh.parallel.style import (
@@ -46,7 +47,7 @@ class SequenceParallel(ParallelStyle):
         self._check("", module, device_mesh)
         argument = f"SequenceParallel of {type(module).__name__}"
         for part in module.modules():
-            for name in list(part._parameters):
+            for name in list(own_parameters(part)):
                 distribute_parameter(part, name, device_mesh, Replicate(), self.src_data_rank)
         kind = _STEPS.get(type(module))
         if kind is not None:

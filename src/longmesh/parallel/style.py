@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch import own_buffers
 from longmesh.comm import MeshComm, comm_anywhere, run_plan
 from longmesh.errors import LongmeshError
 from longmesh.plan import plan_redistribute
@@ -97,9 +98,10 @@ def distribute_parameter(
 def replicate_buffers(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
     """Make a module's buffers DTensors, whole on every rank, so that its ops can use them. Collective."""
     for part in module.modules():
-        for name, buffer in part._buffers.items():
+        buffers = own_buffers(part)
+        for name, buffer in buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
-                part._buffers[name] = distribute_tensor(buffer, mesh, [Replicate()], src_data_rank=source)
+                buffers[name] = distribute_tensor(buffer, mesh, [Replicate()], src_data_rank=source)
 
 
 # -- layouts -------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def is_channels_last(meta: Meta) -> bool:
 
 def local_arguments(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The groups and bias sizes of one rank's part."""
-    names = [argument.name for argument in call.func._schema.arguments]  # pyright: ignore[reportPrivateUsage]
+    names = call.argument_names
     args = [call[name] for name in names]
     backward = "bias_sizes" in names
     x = 1 if backward else 0

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from longmesh._torch import assert_later, dispatch_mode_count
 from longmesh.rules.rule import (
     AxisRule,
     LocalView,
@@ -52,13 +53,13 @@ def check_range(index: torch.Tensor, size: int, dim: int, *, negative: bool = Fa
 
 def can_read(tensor: torch.Tensor) -> bool:
     """Whether a value may be looked at now: not on an accelerator, which would wait, nor while being traced."""
-    return tensor.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()  # pyright: ignore[reportPrivateUsage]
+    return tensor.device.type == "cpu" and not dispatch_mode_count()
 
 
 def refuse_unread(bad: torch.Tensor, text: str) -> None:
     """Raise `text` when `bad` turns out to be true, if it can't be read now."""
     if not can_read(bad):
-        torch.ops.aten._assert_async.msg(~bad, text)
+        assert_later(~bad, text)
 
 
 class Masked(NamedTuple):

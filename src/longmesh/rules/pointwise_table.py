@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from longmesh._torch import aten
 from longmesh.rules.pointwise import (
     MAX,
     MIN,
@@ -110,12 +111,8 @@ RULES: dict[str, Rule] = {
     ),
     "ldexp.Tensor": LINEAR,
     **dict.fromkeys(("_conj_physical.default", "conj_physical.default"), LINEAR),
-    "_conj.default": Rule(
-        linear((0,)), first_meta, local_op=lambda call, view: torch.ops.aten._conj_physical.default
-    ),
-    "_neg_view.default": Rule(
-        linear((0,)), first_meta, local_op=lambda call, view: torch.ops.aten.neg.default
-    ),
+    "_conj.default": Rule(linear((0,)), first_meta, local_op=lambda call, view: aten._conj_physical.default),
+    "_neg_view.default": Rule(linear((0,)), first_meta, local_op=lambda call, view: aten.neg.default),
     "complex.default": pointwise(_SUM),
     **dict.fromkeys(
         ("where.self", "prims.where.default"),

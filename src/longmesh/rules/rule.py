@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from torch._ops import OpOverload  # pyright: ignore[reportPrivateUsage]
 
+from longmesh._torch import OpOverload, schema_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Partial, Placement, Replicate, Shard
 
@@ -70,7 +70,7 @@ class OpCall:
 
     @property
     def argument_names(self) -> list[str]:
-        return [argument.name for argument in self.func._schema.arguments]  # pyright: ignore[reportPrivateUsage]
+        return [argument.name for argument in schema_of(self.func).arguments]
 
     @property
     def num_returns(self) -> int:
@@ -100,13 +100,13 @@ class OpCall:
 @functools.cache
 def _arguments(func: OpOverload) -> dict[str, tuple[int, Any]]:
     """Where each argument of an op stands, and its default."""
-    arguments = func._schema.arguments  # pyright: ignore[reportPrivateUsage]
+    arguments = schema_of(func).arguments
     return {argument.name: (i, argument.default_value) for i, argument in enumerate(arguments)}
 
 
 @functools.cache
 def _num_returns(func: OpOverload) -> int:
-    return len(func._schema.returns)  # pyright: ignore[reportPrivateUsage]
+    return len(schema_of(func).returns)
 
 
 @dataclass(frozen=True, slots=True)

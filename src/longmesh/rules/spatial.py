@@ -11,7 +11,7 @@ from longmesh.rules.rule import AxisRule, LocalView, OpCall, P, R, Rule, RuleFun
 
 def local_sizes(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """An `input_size` argument is the size of the output, here of one rank's part."""
-    names = [argument.name for argument in call.func._schema.arguments]  # pyright: ignore[reportPrivateUsage]
+    names = call.argument_names
     args = [call[name] for name in names]
     args[names.index("input_size")] = [max(n, 1) for n in view.output_shapes[0]]
     return tuple(args), {}

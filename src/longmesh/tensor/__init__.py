@@ -3,10 +3,7 @@
 # First: the class and what works on it need each other, and this order lets them.
 from longmesh.tensor.dtensor import DTensor, Factor  # isort: skip
 
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
-from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach_types
-
+from longmesh._torch import use_foreach_path, watch_parameters
 from longmesh.tensor.capture import capture
 from longmesh.tensor.dispatch import dispatch as dispatcher
 from longmesh.tensor.distribute import distribute_module, distribute_tensor
@@ -21,13 +18,11 @@ dispatcher.families.update(FAMILIES)
 dispatcher.mixed.update(MIXED)
 dispatcher.notes.update(NOTES)
 
-# torch's optimizers and clip_grad_norm_ take their foreach path for the types listed there.
-_optim_foreach_types.extend((DTensor, Factor))
-_clip_foreach_types.extend((DTensor, Factor))
+use_foreach_path(DTensor, Factor)
 # A linear layer's weight is known for one as the layer gets it.
-register_module_parameter_registration_hook(take_weight)
+watch_parameters(take_weight)
 # A recurrent layer's initial state is made as its weights are.
-register_module_parameter_registration_hook(watch_recurrent)
+watch_parameters(watch_recurrent)
 
 __all__ = [
     "DTensor",

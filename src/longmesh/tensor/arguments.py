@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.distributed import device_mesh as torch_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch import entered_meshes
 from longmesh.errors import LongmeshError
 from longmesh.spec import Placement, Shard
 
@@ -15,7 +15,7 @@ def resolve_mesh(mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
     """The mesh given, or that of the enclosing `with mesh:`."""
     if mesh is not None:
         return mesh
-    stack = torch_mesh._mesh_resources.mesh_stack
+    stack = entered_meshes()
     if not stack:
         raise LongmeshError(
             f"{caller} needs a mesh: pass device_mesh=init_device_mesh('cpu', (ranks,)) or call it inside `with mesh:`"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload
 from longmesh.comm import MeshComm
 from longmesh.rules import LocalView, Meta, OpCall, Rule
 from longmesh.spec import Layout

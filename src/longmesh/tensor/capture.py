@@ -23,9 +23,16 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
-from longmesh._torch import increment_version, write_count
+from longmesh._torch import (
+    TreeSpec,
+    below_autograd,
+    increment_version,
+    tree_flatten,
+    tree_is_leaf,
+    tree_unflatten,
+    write_count,
+)
 from longmesh.errors import LongmeshError
 from longmesh.tensor.autograd import current_part
 from longmesh.tensor.dtensor import DTensor
@@ -44,7 +51,7 @@ class _Trace:
         self,
         graph: GraphModule,
         outputs: list[TensorLayout | None],
-        spec: pytree.TreeSpec,
+        spec: TreeSpec,
         written: list[int],
     ) -> None:
         self.graph = graph
@@ -66,22 +73,22 @@ class Captured(Generic[Arguments, Result]):
         key = (_flatten((args, kwargs), leaves), torch.is_grad_enabled(), *map(_describe_leaf, leaves))
         trace = self._traces.get(key)
         if trace is None:
-            trace = self._traces[key] = self._trace(*pytree.tree_flatten((args, kwargs)))
+            trace = self._traces[key] = self._trace(*tree_flatten((args, kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         locals_ = list(map(_local, tensors))
         # Below autograd, which has nothing to do here: each op and collective is cheaper without asking it.
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        with torch.no_grad(), below_autograd():
             results = trace.graph.forward(*locals_)
         increment_version([tensors[i] for i in trace.written if not tensors[i].is_inference()])
         wrapped: list[Any] = [
             r if held is None else _wrap(r, held, False)
             for r, held in zip(results, trace.outputs, strict=True)
         ]
-        return wrapped[0] if trace.spec.is_leaf() else pytree.tree_unflatten(wrapped, trace.spec)
+        return wrapped[0] if trace.spec.is_leaf() else tree_unflatten(wrapped, trace.spec)
 
-    def _trace(self, leaves: list[Any], spec: pytree.TreeSpec) -> _Trace:
+    def _trace(self, leaves: list[Any], spec: TreeSpec) -> _Trace:
         outputs: list[TensorLayout | None] = []
-        structure: list[pytree.TreeSpec] = []
+        structure: list[TreeSpec] = []
         written: list[int] = []
 
         def run(*locals_: torch.Tensor) -> list[Any]:
@@ -89,8 +96,8 @@ class Captured(Generic[Arguments, Result]):
             rebuilt = [
                 _rebuild(leaf, next(given)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
             ]
-            args, kwargs = pytree.tree_unflatten(rebuilt, spec)
-            results, result_spec = pytree.tree_flatten(self._fn(*args, **kwargs))
+            args, kwargs = tree_unflatten(rebuilt, spec)
+            results, result_spec = tree_flatten(self._fn(*args, **kwargs))
             outputs.extend(r._tensor_layout if isinstance(r, DTensor) else None for r in results)
             structure.append(result_spec)
             tensors = [leaf for leaf in rebuilt if isinstance(leaf, torch.Tensor)]
@@ -134,10 +141,10 @@ def _flatten(value: Any, leaves: list[Any]) -> Any:
         return (kind, *[_flatten(v, leaves) for v in value])
     if kind is dict:
         return (kind, *[(name, _flatten(v, leaves)) for name, v in value.items()])
-    if isinstance(value, torch.Tensor) or pytree.tree_is_leaf(value):
+    if isinstance(value, torch.Tensor) or tree_is_leaf(value):
         leaves.append(value)
         return None
-    inner, spec = pytree.tree_flatten(value)
+    inner, spec = tree_flatten(value)
     leaves.extend(inner)
     return spec
 

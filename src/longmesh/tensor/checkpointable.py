@@ -7,11 +7,10 @@ does, and a checkpoint knows boxes by where they start. A tensor without any ele
 from __future__ import annotations
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from longmesh._torch import increment_version
+from longmesh._torch import AsyncCollectiveTensor, increment_version
 from longmesh.errors import LongmeshError
 from longmesh.tensor.autograd import check_current
 from longmesh.tensor.dtensor import DTensor

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch import allow_unpickling
 from longmesh.spec import Layout, MaskPartial, MeshShape, Partial, Replicate, Shard, ShardOrderEntry
 from longmesh.tensor.autograd import check_current, current_part
 from longmesh.tensor.dtensor import DTensor
@@ -55,6 +56,6 @@ def rebuild(
 
 
 # What torch.load(weights_only=True) may rebuild.
-torch.serialization.add_safe_globals(
-    [rebuild, DTensor, DeviceMesh, Layout, MeshShape, Shard, Replicate, Partial, MaskPartial, ShardOrderEntry]
+allow_unpickling(
+    rebuild, DTensor, DeviceMesh, Layout, MeshShape, Shard, Replicate, Partial, MaskPartial, ShardOrderEntry
 )

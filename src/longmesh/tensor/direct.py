@@ -14,7 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from longmesh._torch import (
+    OpOverload,
+    dispatch_mode_count,
+    function_mode_count,
+    functorch_level,
+    is_any_autocast_enabled,
+)
 
 Method = Callable[..., Any]
 
@@ -22,10 +29,10 @@ Method = Callable[..., Any]
 def no_active_modes() -> bool:
     """Whether nobody stands between the user and the op: no mode, transform or autocast."""
     return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+        dispatch_mode_count()
+        or function_mode_count()
+        or is_any_autocast_enabled()
+        or functorch_level() is not None
     )
 
 

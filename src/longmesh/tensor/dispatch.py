@@ -18,10 +18,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
-from longmesh._torch import increment_version
+from longmesh._torch import (
+    OpOverload,
+    dispatch_mode_count,
+    increment_version,
+    make_wrapper,
+    no_dispatch_modes,
+    schema_of,
+)
 from longmesh.comm import comm_anywhere
 from longmesh.rules import Rule, find_rule
 from longmesh.tensor.by_rule import describe_call, local_form, pends_more, view_strides
@@ -48,8 +53,6 @@ from longmesh.tensor.steps import GivenCall, LocalCall, Step
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.tree import all_tensors, map_tensors
 
-_make_wrapper = torch.Tensor._make_wrapper_subclass
-
 Family = Callable[[Planner, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 # What a plan depends on beyond the key, hashable; asked before anything else.
 Note = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -72,8 +75,10 @@ class OpTable:
         self.func = func
         self.note = note
         self.reads_floats = not is_pointwise(func)
-        self.writes = func._schema.is_mutable
-        self.writes_lists = self.writes and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+        self.writes = schema_of(func).is_mutable
+        self.writes_lists = self.writes and schema_of(func).name.startswith(
+            ("aten::_foreach_", "aten::_fused_")
+        )
 
 
 class Recipe:
@@ -158,7 +163,7 @@ class Dispatcher:
         if known.dtype is not local.dtype:
             known = tensor_layout(known.mesh, known.layout, known.shape, known.stride, local.dtype)
         kind = Factor if known.is_sharded_inside else DTensor
-        result = _make_wrapper(
+        result = make_wrapper(
             kind, known.shape, known.face_stride, None, None, known.dtype, torch.strided, local.device
         )  # fmt: skip
         result._local_tensor = local
@@ -200,7 +205,7 @@ class Dispatcher:
         if type(plan) is not OpPlan or plan.plain is None or plan.written != 0:
             return False
         plan.plain(*local_args, **local_kwargs)
-        torch._C._increment_version([args[0]])
+        increment_version([args[0]])
         return True
 
     def _first_time(
@@ -218,7 +223,7 @@ class Dispatcher:
         is_mixed = func in self.mixed
         if is_mixed and is_split(args, kwargs):
             return run_split(self.from_torch, func, args, kwargs)
-        if plain and not is_mixed and func._schema.is_mutable and writes_plain(func, args, kwargs):
+        if plain and not is_mixed and schema_of(func).is_mutable and writes_plain(func, args, kwargs):
             args, kwargs = map_tensors(value_of, (args, kwargs))
             return func(*args, **kwargs)
         if not is_mixed and any(t.ndim for t in plain):
@@ -229,7 +234,7 @@ class Dispatcher:
         return self._run(self._find(table, lead, key, args, kwargs, note), func, args, kwargs)
 
     def _run(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if plan.needs_values and torch._C._len_torch_dispatch_stack():
+        if plan.needs_values and dispatch_mode_count():
             plan = self._make(func, args, kwargs, is_traced=True)[0]
         return execute(plan, func, args, kwargs)
 
@@ -260,7 +265,7 @@ class Dispatcher:
             recipe = lead.kind.recipes.get(kinds)
             plan = None if recipe is None else recipe.plan(args, kwargs, lead)
         if plan is None:
-            is_traced = torch._C._len_torch_dispatch_stack() > 0
+            is_traced = dispatch_mode_count() > 0
             plan, recipe, by_value = self._make(
                 table.func, args, kwargs, is_traced=is_traced, note=None if note is None else note[0]
             )
@@ -287,7 +292,7 @@ class Dispatcher:
         note = None if table.note is None else (table.note(func, args, kwargs),)
         plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
         is_mixed = func in self.mixed
-        if plain and not is_mixed and func._schema.is_mutable and writes_plain(func, args, kwargs):
+        if plain and not is_mixed and schema_of(func).is_mutable and writes_plain(func, args, kwargs):
             return None
         if not is_mixed and any(t.ndim for t in plain):
             args, kwargs = replicate_plain(func, args, kwargs)
@@ -307,7 +312,7 @@ class Dispatcher:
     ) -> tuple[OpPlan, Recipe | None, bool]:
         """A plan, how to plan others like it, if known, and whether it holds for these floats only."""
         tensors = all_tensors((args, kwargs))
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             refuse_overlap(func, args, kwargs)
         if facts_of(func).is_composite_view:
             return plan_one_by_one(func), None, True
@@ -324,7 +329,7 @@ class Dispatcher:
         numbers = iter(range(len(tensors)))
         planned = map_tensors(lambda t: planner.add_input(t, next(numbers)), (args, kwargs))
         try:
-            with _disable_current_modes(), torch.no_grad():
+            with no_dispatch_modes(), torch.no_grad():
                 if family is not None:
                     ready = planned
                     if func not in COPIES:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch import own_buffers, own_parameters
 from longmesh.comm import comm_anywhere, run_plan
 from longmesh.comm.agree import agree
 from longmesh.comm.scatter import scatter_tensor
@@ -155,10 +156,11 @@ def distribute_module(
 
 def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
     everywhere = [Replicate()] * mesh.ndim
-    for name, parameter in list(module._parameters.items()):
+    for name, parameter in list(own_parameters(module).items()):
         if parameter is not None and not isinstance(parameter, DTensor):
             replica = distribute_tensor(parameter, mesh, everywhere)
             module.register_parameter(name, replica)  # pyright: ignore[reportArgumentType]
-    for name, buffer in list(module._buffers.items()):
+    buffers = own_buffers(module)
+    for name, buffer in buffers.items():
         if buffer is not None and not isinstance(buffer, DTensor):
-            module._buffers[name] = distribute_tensor(buffer, mesh, everywhere)
+            buffers[name] = distribute_tensor(buffer, mesh, everywhere)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh._torch import functorch_level, is_transformed
+from longmesh._torch import functorch_level, is_transformed, make_wrapper, no_torch_function
 from longmesh.comm import comm_anywhere
 from longmesh.errors import LongmeshError
 from longmesh.spec import (
@@ -43,7 +43,6 @@ aten = torch.ops.aten
 
 ShardOrderLike = Iterable[tuple[int, Sequence[int]]]
 
-_make_wrapper = torch.Tensor._make_wrapper_subclass
 _view = torch.Tensor.view
 
 
@@ -74,7 +73,7 @@ class DTensor(torch.Tensor):
     _fsdp_orig_uid = fsdp_pre_all_gather = property(refuse_fsdp)
 
     # Ops run in __torch_dispatch__ below autograd; no Python runs above it, but for `Factor`.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = no_torch_function  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def __new__(
@@ -88,7 +87,7 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Wrap a local tensor that is already this rank's part. For users: `from_local`."""
         held = tensor_layout(mesh, layout, shape, stride, local_tensor.dtype)
-        self = _make_wrapper(
+        self = make_wrapper(
             Factor if held.is_sharded_inside else DTensor,
             shape,  # pyright: ignore[reportArgumentType]
             stride,  # pyright: ignore[reportArgumentType]
@@ -374,7 +373,7 @@ def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Pla
 def wrap(local: torch.Tensor, held: TensorLayout) -> DTensor:
     """The DTensor whose part here is `local`. Positional arguments: this is every op's last step."""
     kind = Factor if held.is_sharded_inside else DTensor
-    result = _make_wrapper(
+    result = make_wrapper(
         kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided, local.device
     )  # fmt: skip
     result._local_tensor = local

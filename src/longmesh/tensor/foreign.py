@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, schema_of
 from longmesh.errors import LongmeshError
 
 c10d = torch.ops.c10d
@@ -19,7 +19,7 @@ c10d = torch.ops.c10d
 
 def refuse_collective(p: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """The family of torch.distributed's collectives."""
-    name = func._schema.name.removeprefix("c10d::").strip("_")
+    name = schema_of(func).name.removeprefix("c10d::").strip("_")
     raise LongmeshError(
         f"torch.distributed's {name} takes plain tensors, got a longmesh DTensor; use its to_local() or redistribute() "
         "it. DistributedDataParallel can't hold DTensor parameters: use FSDP2 on the module converted with "

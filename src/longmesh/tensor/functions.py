@@ -23,6 +23,13 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
+from longmesh._torch import (
+    below_autograd,
+    dispatch_mode_count,
+    functorch_level,
+    is_any_autocast_enabled,
+    no_subclass_functions,
+)
 from longmesh.rules.product import einsum_terms, matmul_backward
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.dtensor import DTensor, Factor
@@ -35,15 +42,15 @@ Function = Callable[..., Any]
 
 def run_below_autograd(op: Any, *args: Any) -> Any:
     """An op on DTensors as autograd would call it: modes see it."""
-    if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.maybe_current_level() is None:  # pyright: ignore[reportAttributeAccessIssue]
+    if not dispatch_mode_count() and functorch_level() is None:
         return dispatch.from_torch(op, (), args)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return op(*args)
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     """F.linear of DTensors, or NotImplemented where torch's own way is as good or the only one."""
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         x, weight, bias = _cast(x, weight, bias)
     operands = (x, weight) if bias is None else (x, weight, bias)
     if not _can_take(*operands) or len(weight._tensor_layout.shape) != 2 or not x._tensor_layout.shape:
@@ -84,7 +91,7 @@ def _run_einsum(terms: tuple[str, str, str], a: DTensor, b: DTensor) -> Any:
 
 def _can_take(*operands: Any) -> bool:
     """Whether operands are DTensors that have a product here."""
-    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+    if functorch_level() is not None:
         return False
     first = None
     for operand in operands:
@@ -99,7 +106,7 @@ def _can_take(*operands: Any) -> bool:
 
 def _cast(*operands: Any) -> tuple[Any, ...]:
     """The operands as autocast would give them to a product."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         return operands
     return tuple(
         t.to(torch.get_autocast_dtype(t.device.type))
@@ -189,7 +196,7 @@ def grad(
 ) -> Any:
     """torch.autograd.grad, which hands itself over where a tensor has functions of its own; an edge has none."""
     if is_grads_batched:
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_functions():
             return torch.autograd.grad(
                 outputs,
                 inputs,
@@ -254,7 +261,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -
     take = WHOLE.get(func)
     if take is None and func in OPEN:
         return OPEN[func](*args, **(kwargs or {}))
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_subclass_functions():
         if take is not None and not torch.compiler.is_dynamo_compiling():
             result = take(*args, **kwargs) if kwargs else take(*args)
             if result is not NotImplemented:

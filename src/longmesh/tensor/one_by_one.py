@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload
 from longmesh.errors import LongmeshError
 from longmesh.tensor.autograd import apply_lookup_mask, move
-from longmesh.tensor.op_facts import decomposition_of, facts_of
+from longmesh.tensor.op_facts import decomposition_of, facts_of, out_names
 from longmesh.tensor.op_plan import OpPlan, replace_target
 from longmesh.tensor.plain import decomposing, on_whole_tensors
 from longmesh.tensor.steps import RunOps, Slot
@@ -49,7 +49,7 @@ def write_back(
     func: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """An in-place or out= op whose target can't stay where it lies: compute, bring home, copy."""
-    outs = [a.name for a in func._schema.arguments if a.is_out]  # `out`, or one name for each of several
+    outs = out_names(func)
     targets = [kwargs[name] for name in outs] or [args[0]]
     kwargs = {k: v for k, v in kwargs.items() if k not in outs}
     result = functional(*args, **kwargs)

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch._decomp import decomposition_table
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
-from longmesh._torch import is_composite
+from longmesh._torch import (
+    OpOverload,
+    decompositions,
+    is_composite,
+    no_dispatch_modes,
+    op_function,
+    schema_of,
+)
 from longmesh.rules import Meta, OpCall, OutMeta
 from longmesh.tensor.tree import map_tensors
 
@@ -35,16 +39,21 @@ def facts_of(func: OpOverload) -> OpFacts:
     return OpFacts(
         functional,
         rule_name(functional or func),
-        any(a.is_out for a in func._schema.arguments),
+        bool(out_names(func)),
         returns_one_tensor(func),
         is_view(func),
         is_view(func) and is_composite(func),
     )
 
 
+def out_names(func: OpOverload) -> list[str]:
+    """The arguments that the op writes its results to: `out`, or one name for each of several."""
+    return [a.name for a in schema_of(func).arguments if a.is_out]
+
+
 def is_view(func: OpOverload) -> bool:
     """Whether the op's results share the memory of its first argument."""
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     first = arguments[0].alias_info if arguments else None
     return first is not None and not first.is_write
 
@@ -61,7 +70,7 @@ def result_on_meta(call: OpCall) -> Any:
             return {k: empty(v) for k, v in value.items()}
         return torch.device("meta") if isinstance(value, torch.device) else value
 
-    with _disable_current_modes(), torch.no_grad():
+    with no_dispatch_modes(), torch.no_grad():
         try:
             return call.func(*empty(call.args), **empty(dict(call.kwargs)))
         except AssertionError as error:  # how torch's decompositions refuse arguments
@@ -78,7 +87,7 @@ def run_on_meta(call: OpCall) -> tuple[OutMeta, ...]:
 def written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The values of the arguments that the op's schema says it writes to."""
     found: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
     return found
@@ -91,7 +100,7 @@ def rule_name(func: OpOverload) -> str:
 
 def functional_form(func: OpOverload) -> OpOverload | None:
     """The overload that returns what an in-place or out= overload writes; None for a functional op."""
-    schema = func._schema
+    schema = schema_of(func)
     if not schema.is_mutable:
         return None
     namespace, name = schema.name.split("::")
@@ -101,22 +110,25 @@ def functional_form(func: OpOverload) -> OpOverload | None:
     wanted = [str(a.type) for a in schema.arguments if not a.is_out]
     for overload in packet.overloads():
         candidate = getattr(packet, overload)
-        if not candidate._schema.is_mutable and [str(a.type) for a in candidate._schema.arguments] == wanted:
+        if (
+            not schema_of(candidate).is_mutable
+            and [str(a.type) for a in schema_of(candidate).arguments] == wanted
+        ):
             return candidate
     return None
 
 
 def decomposition_of(func: OpOverload) -> Callable[..., Any] | None:
     """The op in terms of others: torch's decomposition, or the composite kernel itself."""
-    if func in decomposition_table:
-        return decomposition_table[func]
+    if func in decompositions:
+        return decompositions[func]
     if is_composite(func):
         return func.decompose
     return None
 
 
 def is_pointwise(func: OpOverload) -> bool:
-    return torch.Tag.pointwise in func.tags or func._schema.name.startswith("aten::_foreach_")
+    return torch.Tag.pointwise in func.tags or schema_of(func).name.startswith("aten::_foreach_")
 
 
 # Ops whose Python binding takes what the op takes, in its order: the binding is cheaper than the op itself.
@@ -136,12 +148,12 @@ def quick_call(func: OpOverload) -> Callable[..., Any]:
     """The cheapest way to call an op on plain tensors."""
     name = rule_name(func).removesuffix(".default")
     if name not in _BOUND and not name.startswith("_foreach_"):
-        return func._op
+        return op_function(func)
     name = name.partition(".")[0]
     places = (torch, torch.nn.functional, torch.Tensor)
-    return next((getattr(place, name) for place in places if hasattr(place, name)), func._op)
+    return next((getattr(place, name) for place in places if hasattr(place, name)), op_function(func))
 
 
 def returns_one_tensor(func: OpOverload) -> bool:
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     return len(returns) == 1 and str(returns[0].type) == "Tensor"

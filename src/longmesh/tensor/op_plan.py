@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._mode_utils import no_dispatch
 
+from longmesh._torch import OpOverload, no_dispatch
 from longmesh.rules.lookup import Masked
 from longmesh.spec import Layout
 from longmesh.tensor.dtensor import DTensor, wrap as wrap_tensor

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh._torch import no_dispatch_modes
+from longmesh._torch import OpOverload, no_dispatch_modes
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
 from longmesh.tensor.dtensor import DTensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, schema_of
 from longmesh.errors import LongmeshError
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_facts import written_arguments
@@ -24,7 +24,7 @@ def refuse_overlap(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     for tensor in all_tensors(written_arguments(func, args, kwargs)):
         if not isinstance(tensor, DTensor) or not tensor._tensor_layout.is_expanded:
             continue
-        if func._schema.name not in _IDEMPOTENT or tensor._layout.partial_axes:
+        if schema_of(func).name not in _IDEMPOTENT or tensor._layout.partial_axes:
             raise LongmeshError(
                 f"{func} writes to an expanded tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()}: "
                 "several of its elements are one place in memory; clone() it first"

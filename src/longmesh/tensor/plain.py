@@ -13,16 +13,16 @@ from types import CodeType
 from typing import Any, NoReturn
 
 import torch
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from longmesh._torch import engine_code, in_backward
+from longmesh._torch import OpOverload, engine_code, in_backward, schema_of, takes_no_memory
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.op_facts import out_names
 from longmesh.tensor.tree import all_tensors, map_tensors
 
 # While an op is decomposed: what its decomposition makes is the same on every rank.
@@ -61,7 +61,7 @@ def common_mesh(args: Any, kwargs: Any) -> DeviceMesh:
 
 def writes_plain(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """An in-place op on a plain tensor that only reads scalars of a mesh: a gradient times a clipping factor."""
-    if not func._schema.is_mutable or not args or not isinstance(args[0], torch.Tensor):
+    if not schema_of(func).is_mutable or not args or not isinstance(args[0], torch.Tensor):
         return False
     return not isinstance(args[0], DTensor) and not any(
         t.ndim for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)
@@ -95,7 +95,7 @@ def replicate_plain(
     """Take plain operands that must be equal on all ranks as replicated, and scalars of other meshes too."""
     mesh = common_mesh(args, kwargs)
     whole = Layout.replicated(mesh)
-    written = [id(kwargs.get(a.name)) for a in func._schema.arguments if a.is_out]
+    written = [id(kwargs.get(name)) for name in out_names(func)]
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
@@ -110,7 +110,7 @@ def replicate_plain(
         is_equal = id(tensor) in written or _is_equal_everywhere(tensor)
         if not is_equal and not _is_mask(func, tensor, args, kwargs) and not _lengths.are(args, tensor):
             refuse_mix(func, all_tensors((args, kwargs)))
-        if tensor._is_zerotensor():  # autograd's zeros that take no memory: a part must have some
+        if takes_no_memory(tensor):  # autograd's zeros that take no memory: a part must have some
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return DTensor(tensor, mesh, whole, tensor.shape, tensor.stride())
 
@@ -155,8 +155,8 @@ def _is_mask(func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwar
     """
     if tensor.requires_grad:  # it is trained: its gradient would have no layout
         return False
-    if func._schema.name.startswith("aten::_scaled_dot_product"):
-        named = zip((a.name for a in func._schema.arguments), args, strict=False)
+    if schema_of(func).name.startswith("aten::_scaled_dot_product"):
+        named = zip((a.name for a in schema_of(func).arguments), args, strict=False)
         return any(t is tensor for name, t in (*named, *kwargs.items()) if name in ("attn_mask", "attn_bias"))
     if _caller() is F.multi_head_attention_forward.__code__:
         return True

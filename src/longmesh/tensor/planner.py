@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from longmesh._torch import OpOverload, TorchDispatchMode, aten, make_wrapper, no_torch_function, schema_of
 from longmesh.comm import MeshComm
 from longmesh.comm.groups import AxisGroup
 from longmesh.comm.halo import Rows
@@ -35,15 +34,13 @@ from longmesh.tensor.autograd import apply_lookup_mask, gradient_layout
 from longmesh.tensor.by_rule import describe_call, local_form, pends_more
 from longmesh.tensor.mask_buffer import MaskBuffer, without_mask
 from longmesh.tensor.meta import contiguous_stride
-from longmesh.tensor.op_facts import decomposition_of, facts_of, quick_call, result_on_meta
+from longmesh.tensor.op_facts import decomposition_of, facts_of, out_names, quick_call, result_on_meta
 from longmesh.tensor.op_plan import NOTHING, Given, OpPlan, Output, Whole
 from longmesh.tensor.propagate import choose
 from longmesh.tensor.sending_steps import Attend, Exchange, Gather, Halo, Recall, Redistribute
 from longmesh.tensor.steps import ApplyMask, Forget, LocalCall, RunOps, Slot, Step, drops
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.tree import all_tensors, map_tensors
-
-aten = torch.ops.aten
 
 # Ops that are made of ops that are made of ops: deeper than this, one is made of itself.
 _MAX_DEPTH = 30
@@ -70,7 +67,7 @@ class Planned(torch.Tensor):
     is_copied_view: bool
     is_plain: bool
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = no_torch_function  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(
@@ -152,9 +149,7 @@ class Planner:
         return self.num_slots - count
 
     def planned(self, slot: int, own: TensorLayout, *, is_copied_view: bool = False) -> Planned:
-        result = torch.Tensor._make_wrapper_subclass(
-            Planned, own.shape, own.stride, 0, None, own.dtype, torch.strided, self.device
-        )
+        result = make_wrapper(Planned, own.shape, own.stride, 0, None, own.dtype, torch.strided, self.device)
         result._tensor_layout = own
         result.planner = self
         result.slot = slot
@@ -540,7 +535,7 @@ class Planner:
         self, func: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """An in-place or out= op whose target can't stay where it is: compute, redistribute, copy."""
-        outs = [a.name for a in func._schema.arguments if a.is_out]  # `out`, or one name for each of several
+        outs = out_names(func)
         targets = [kwargs[name] for name in outs] or [args[0]]
         kwargs = {k: v for k, v in kwargs.items() if k not in outs}
         result = self.op(functional, args, kwargs)
@@ -571,7 +566,7 @@ class Planner:
 
         def leaf(value: Any) -> Any:
             if isinstance(value, Planned):
-                if value.input is not None and func._schema.is_mutable:
+                if value.input is not None and schema_of(func).is_mutable:
                     return Given(value.input)
                 kept.add(value.slot)
                 own = value._tensor_layout
@@ -590,7 +585,7 @@ class Planner:
                 return [leaf(v) for v in value] if isinstance(value, list) else tuple(leaf(v) for v in value)
             return value
 
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             self.steps += [Forget(number) for number in self.remembering]
         steps = tuple(self.steps)
         is_copied_view = any(isinstance(t, Planned) and t.is_copied_view for t in all_tensors(result))

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from longmesh._torch import in_backward, is_tracing
 from longmesh.errors import LongmeshError
 from longmesh.spec import Coordinate, Layout, Partial
 from longmesh.tensor.distributions import Distribution
@@ -51,7 +52,7 @@ class RandomState:
     def next_key(self) -> Key:
         """The key of the next random op; inside a backward that recomputes it, the key it had."""
         ticket = _draw(None)
-        if torch._C._current_graph_task_id() != -1 and ticket in self._tickets:
+        if in_backward() and ticket in self._tickets:
             return self._tickets[ticket]
         key = (self.seed, self.counter)
         self.counter += 1
@@ -128,14 +129,6 @@ def next_key(generator: torch.Generator | None = None) -> Key | None:
     if generator is not None:
         return _draw(generator), _GENERATOR_DOMAIN
     return _state.next_key()
-
-
-def is_tracing() -> bool:
-    """Whether ops are written down instead of run."""
-    modes = torch._C._TorchDispatchModeKey
-    return any(
-        torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY, modes.FUNCTIONAL)
-    )
 
 
 def sample(

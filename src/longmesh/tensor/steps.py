@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch._ops import OpOverload
-
+from longmesh._torch import OpOverload
 from longmesh.tensor.tree import map_tensors
 
 

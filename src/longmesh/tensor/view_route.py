@@ -7,8 +7,7 @@ import math
 import sys
 from dataclasses import dataclass
 
-import torch
-
+from longmesh._torch import is_below_autograd
 from longmesh.errors import LongmeshError
 from longmesh.rules.view import resolved_size, view_groups
 from longmesh.spec import Layout, Replicate, Shard
@@ -67,7 +66,7 @@ def view_route(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) 
 def check_view(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) -> None:
     """Raise if a view of `before` as `after` can't keep the layout, and say which fix."""
     refusal = _refusal(layout, before, after)
-    if refusal is not None and not _is_below_autograd() and not _is_asked_by_torch():
+    if refusal is not None and not is_below_autograd() and not _is_asked_by_torch():
         raise LongmeshError(refusal)
 
 
@@ -94,11 +93,6 @@ def _refusal(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) ->
         f"cannot view {tuple(before)} as {after}: dim {dim} is sharded over {over} ({parts} ranks) and {why}; use "
         "reshape(), which may redistribute, or redistribute to Replicate() first"
     )
-
-
-def _is_below_autograd() -> bool:
-    """Inside an op that is being dispatched: a decomposition's own views may redistribute."""
-    return torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.AutogradCPU)
 
 
 def _is_asked_by_torch() -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longmesh._torch import aten
 from longmesh.attention.kernel.base import Final, Gradients, Kernel, Need, Work
 from longmesh.attention.kernel.batch import fold_view
 from longmesh.attention.kernel.cuda_sdpa import refuses_device
@@ -25,7 +26,6 @@ from longmesh.attention.kernel.tiled import operand, refuses_scores, safe_scale
 from longmesh.attention.kernel.varlen import Launch, launches
 from longmesh.attention.mask.block import Block
 
-_aten = torch.ops.aten
 _WIDTH = 8
 
 
@@ -108,7 +108,7 @@ class CudaFlash(Kernel):
         q = q if factor == 1.0 else q * factor
         for launch in _placed(tuple(blocks), S, k_BGKD.shape[2], q.device):
             taken = _take(q, launch.q, 0), _take(k, launch.k, 0), _take(v, launch.k, 0)
-            out_TXD, lse_XT, *_ = _aten._flash_attention_forward(
+            out_TXD, lse_XT, *_ = aten._flash_attention_forward(
                 *taken, launch.q_starts, launch.k_starts, *launch.longest, 0.0, False, False,
                 scale=scale, **launch.bounds(),
             )  # fmt: skip
@@ -139,7 +139,7 @@ class CudaFlash(Kernel):
         for launch in _placed(tuple(blocks), q_BHSD.shape[2], k_BGKD.shape[2], q.device):
             dout_t, q_t, out_t = (_take(t, launch.q, 0) for t in (dout, q, out))
             k_t, v_t = _take(k, launch.k, 0), _take(v, launch.k, 0)
-            dq_t, dk_t, dv_t = _aten._flash_attention_backward(
+            dq_t, dk_t, dv_t = aten._flash_attention_backward(
                 dout_t, q_t, k_t, v_t, out_t, _take(lse_XS, launch.q, 1).contiguous(), launch.q_starts,
                 launch.k_starts, *launch.longest, 0.0, False, unread, unread[:0], scale=scale, **launch.bounds(),
             )  # fmt: skip

@@ -6,8 +6,7 @@ which are planned in turn, and hand the usual case back to the op's rule.
 
 from __future__ import annotations
 
-from torch._ops import OpOverload
-
+from longmesh._torch import OpOverload
 from longmesh.tensor import foreign
 from longmesh.tensor.dispatch import Family, Note
 from longmesh.tensor.ops import (

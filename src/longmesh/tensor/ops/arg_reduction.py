@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, schema_of
 from longmesh.spec import Layout, Replicate
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.pieces import (
@@ -42,7 +42,7 @@ def along_dim(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     if not is_ours(x, dims):
         return USUAL
     x = p.reduced(x)
-    keepdim, largest = given["keepdim"], "max" in func._schema.name
+    keepdim, largest = given["keepdim"], "max" in schema_of(func).name
     if given["dim"] is None:
         shape: list[int] = []
         found = p.locals(2, _best_of_all(x, dims, largest), x)
@@ -57,7 +57,7 @@ def along_dim(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     def wrapped(part: Part, dtype: torch.dtype) -> Planned:
         return p.wrap(p.local(torch.reshape, part, local_shape), x, layout=layout, shape=size, dtype=dtype)
 
-    if len(func._schema.returns) == 1:
+    if len(schema_of(func).returns) == 1:
         return wrapped(indices, torch.int64)
     return wrapped(values, x.dtype), wrapped(indices, torch.int64)
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, aten
 from longmesh.attention import masks, plan_attention
 from longmesh.attention.execute.driver import Task
 from longmesh.attention.execute.function import Call, backward_rows, forward_rows
@@ -29,8 +29,6 @@ from longmesh.spec import Layout
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planner import USUAL, Planned, Planner
-
-aten = torch.ops.aten
 
 _TOKENS = 2
 

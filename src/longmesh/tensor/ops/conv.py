@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload
 from longmesh.comm.groups import MeshComm
 from longmesh.rules import Meta, OpCall, OutMeta
 from longmesh.rules.conv import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload
 from longmesh.spec import Partial
 from longmesh.tensor import distributions
 from longmesh.tensor.dispatch import Family

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from longmesh._torch import OpOverload, aten
 from longmesh.rules.lookup import check_range
 from longmesh.rules.scatter import own_or_spare
 from longmesh.spec import Layout, MaskPartial, Partial, Placement, Replicate, Shard
@@ -22,8 +22,6 @@ from longmesh.tensor.dispatch import COPIES, Family, Note
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planner import USUAL, Planned, Planner
-
-aten = torch.ops.aten
 
 
 class TablesOfIndices:

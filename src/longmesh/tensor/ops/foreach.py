@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, aten
 from longmesh.rules.pointwise import elementwise_meta
 from longmesh.rules.rule import Meta
 from longmesh.spec import Layout, MaskPartial, Partial
@@ -23,8 +23,6 @@ from longmesh.tensor.op_plan import OpPlan, Output
 from longmesh.tensor.plain import refuse_mix
 from longmesh.tensor.planner import Planned, Planner
 from longmesh.tensor.steps import GivenCall
-
-aten = torch.ops.aten
 
 _NAMES = """
     abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp expm1 floor
@@ -182,7 +180,7 @@ def _families() -> dict[OpOverload, Family]:
     }
     for name in _NAMES.split():
         for writes in (False, True):
-            packet = getattr(aten, f"_foreach_{name}{'_' if writes else ''}", None)
+            packet = getattr(torch.ops.aten, f"_foreach_{name}{'_' if writes else ''}", None)
             for overload in packet.overloads() if packet is not None else ():
                 if not overload.endswith("out"):
                     found[getattr(packet, overload)] = foreach(name, overload, writes=writes)

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, aten
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.planner import Part, Planned, Planner
-
-aten = torch.ops.aten
 
 
 def foreach_norm(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

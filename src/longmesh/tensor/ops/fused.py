@@ -9,15 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, aten
 from longmesh.spec import Layout, Partial
 from longmesh.tensor.autograd import gradient_layout
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.foreach import scalar_of
 from longmesh.tensor.planner import Planned, Planner
-
-aten = torch.ops.aten
 
 
 def fused_step(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, aten, schema_of
 from longmesh.comm.intervals import Interval
 from longmesh.errors import LongmeshError
 from longmesh.rules.index import slice_range
@@ -14,8 +14,6 @@ from longmesh.spec import Coordinate
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planner import USUAL, Planned, Planner
-
-aten = torch.ops.aten
 
 
 def sliced_part(first: int, count: int, step: int, offset: int, length: int) -> tuple[int, Interval]:
@@ -145,7 +143,7 @@ def index_by_mask(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: d
     if len(indices) == 1 and rest and rest[0].numel() == 1 and not (len(rest) > 1 and rest[1]):
         wide = mask.bool().reshape(*mask.shape, *[1] * (tensor.ndim - mask.ndim))
         value = rest[0].reshape(()).to(tensor.dtype)
-        fill = aten.masked_fill_.Tensor if func._schema.is_mutable else aten.masked_fill.Tensor
+        fill = aten.masked_fill_.Tensor if schema_of(func).is_mutable else aten.masked_fill.Tensor
         return p.op(fill, (tensor, wide, value), {})
     return p.one_by_one(func, _by_positions)
 

@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload
 from longmesh.comm.intervals import Interval
 from longmesh.spec import Coordinate
 from longmesh.tensor.autograd import gradient_layout

@@ -9,16 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, aten
 from longmesh.rules.lookup import can_read, refuse_unread
 from longmesh.spec import Partial
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.pieces import bind, reduced_layout
 from longmesh.tensor.plain import expect_lengths
 from longmesh.tensor.planner import Planned, Planner
-
-aten = torch.ops.aten
 
 _MEAN, _SUM = 1, 2
 

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, schema_of
 from longmesh.spec import Layout, Placement, Shard
 
 
 def bind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name, defaults included."""
     bound: dict[str, Any] = {}
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
         bound[argument.name] = given
     return bound

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, schema_of
 from longmesh.rules.window import Slide, window_size
 from longmesh.spec import Layout
 from longmesh.spec.identity import identity_of
@@ -57,7 +57,7 @@ def _of_each(value: Any, n: int) -> list[int]:
 
 
 def _num_dims(func: OpOverload) -> int:
-    return 3 if "pool3d" in func._schema.name else 2
+    return 3 if "pool3d" in schema_of(func).name else 2
 
 
 def _is_sharded(tensor: Any, n: int) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, schema_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial
 from longmesh.spec.identity import identity_of
@@ -91,7 +91,7 @@ def fill(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     """In place (uniform_) or new (uniform, rand_like): every element from the op's numbers alone."""
     given = bind(func, args, kwargs)
     target: Planned = given["self"]
-    name = func._schema.name.removeprefix("aten::")
+    name = schema_of(func).name.removeprefix("aten::")
     dtype = given.get("dtype") or target.dtype
     if any(isinstance(value, Planned) for key, value in given.items() if key != "self"):
         return p.one_by_one(func, _with_numbers)

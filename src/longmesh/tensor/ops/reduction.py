@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, schema_of
 from longmesh.spec import Partial
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.pieces import (
@@ -46,10 +46,10 @@ def variance(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     total = squares.sum(dims, keepdim=keepdim)
     # A pending sum must not be divided by zero term by term.
     result = (total if degrees else p.reduced(total)) / degrees
-    if func._schema.name in ("aten::std", "aten::std_mean"):
+    if schema_of(func).name in ("aten::std", "aten::std_mean"):
         result = result.sqrt()
     result = result.to(dtype.to_real())
-    if len(func._schema.returns) == 1:
+    if len(schema_of(func).returns) == 1:
         return result
     mean = mean if keepdim else mean.reshape(reduced_shape(x.shape, dims, False))
     return result, mean.to(dtype)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload
 from longmesh.spec import Partial
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.pieces import as_dims, bind, cutting_axes, reduced_layout

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.planner import Planner
 from longmesh.tensor.tree import map_tensors

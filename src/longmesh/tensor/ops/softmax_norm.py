@@ -12,13 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, aten
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.pieces import as_dims, cutting_axes
 from longmesh.tensor.planner import USUAL, Planned, Planner
-
-aten = torch.ops.aten
 
 _HALVES = (torch.float16, torch.bfloat16)
 

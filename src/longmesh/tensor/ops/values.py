@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, aten
 from longmesh.rules.product import einsum_terms
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.planner import USUAL, Planner
-
-aten = torch.ops.aten
 
 
 def on_whole_tensors(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,16 +12,14 @@ import math
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from longmesh._torch import OpOverload, aten
 from longmesh.rules.view import resolved_size, view_groups
 from longmesh.spec import Coordinate, Layout
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planner import USUAL, Planned, Planner
 from longmesh.tensor.view_route import ViewRoute, view_route
-
-aten = torch.ops.aten
 
 
 def view(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_aten = torch.ops.aten
+from longmesh._torch import aten
+
 _HALF = (torch.bfloat16, torch.float16, torch.float64)
 _SINGLE = (torch.float32, *_HALF)
 
@@ -134,7 +135,7 @@ def _as_heads(t: Tensor) -> Tensor:
 def _flash(q: Any, k: Any, v: Any, cum_q, cum_k, max_q, max_k, dropout_p, causal, debug, *, scale=None,
            window_size_left=None, window_size_right=None, **more):  # fmt: skip
     if q.is_meta:
-        return _aten._flash_attention_forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout_p, causal, debug)
+        return aten._flash_attention_forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout_p, causal, debug)
     _check("flash attention", _HALF, 256, q, k, v)
     _refuse(
         "flash attention",
@@ -234,7 +235,7 @@ def _masked(op: str, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) ->
 def _efficient(q, k, v, bias, want_lse, dropout_p=0.0, causal=False, *, scale=None):
     op = "efficient attention"
     if q.is_meta:
-        return _aten._scaled_dot_product_efficient_attention(q, k, v, bias, want_lse, dropout_p, causal)
+        return aten._scaled_dot_product_efficient_attention(q, k, v, bias, want_lse, dropout_p, causal)
     _check(op, _SINGLE, 1 << 16, q, k, v)
     _refuse(op, q.shape[1] != k.shape[1], "one key head for each query head")
     _refuse(op, bool(dropout_p), "dropout is not stood in for")
@@ -268,7 +269,7 @@ def _efficient_backward(
 def _cudnn(q, k, v, bias, want_lse, dropout_p=0.0, causal=False, debug=False, *, scale=None):
     op = "cuDNN attention"
     if q.is_meta:
-        return _aten._scaled_dot_product_cudnn_attention(q, k, v, bias, want_lse, dropout_p, causal, debug)
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, bias, want_lse, dropout_p, causal, debug)
     _check(op, _HALF, 128, q, k, v)
     _refuse(op, q.shape[1] % k.shape[1] != 0, "key heads do not divide query heads")
     _refuse(op, bool(dropout_p or debug), "dropout is not stood in for")
@@ -296,13 +297,13 @@ def _choice(q, k, v, mask=None, dropout_p=0.0, causal=False, *, scale=None, enab
 
 
 STAND_INS: dict[Any, Callable[..., Any]] = {
-    _aten._flash_attention_forward.default: _flash,
-    _aten._flash_attention_backward.default: _flash_backward,
-    _aten._scaled_dot_product_flash_attention.default: _sdpa_flash,
-    _aten._scaled_dot_product_flash_attention_backward.default: _sdpa_flash_backward,
-    _aten._scaled_dot_product_efficient_attention.default: _efficient,
-    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
-    _aten._scaled_dot_product_cudnn_attention.default: _cudnn,
-    _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
-    _aten._fused_sdp_choice.default: _choice,
+    aten._flash_attention_forward.default: _flash,
+    aten._flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_flash_attention.default: _sdpa_flash,
+    aten._scaled_dot_product_flash_attention_backward.default: _sdpa_flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    aten._fused_sdp_choice.default: _choice,
 }

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longmesh import _torch
 from longmesh._torch import schema_of, tree_flatten
+from longmesh._torch.devices import FinishedWork, make_fake_backend, wrap_backend
 from longmesh.testing.device.register import DEVICE
 
 BACKEND, FAKE_BACKEND = "simccl", "simfake"
@@ -42,7 +42,7 @@ class _Carrier:
 
     def __init__(self, name: str, store: dist.Store, rank: int, size: int, backend: Any) -> None:
         self.name = f"{BACKEND} {name}"
-        self.group = _torch.wrap_backend(self.name, store, rank, size, backend)
+        self.group = wrap_backend(self.name, store, rank, size, backend)
         self.is_warm = False
         self.started = 0
 
@@ -79,7 +79,7 @@ _carriers = _Carriers()
 
 def register_backend() -> None:
     """Make torch know the backend `simccl` for the made-up device."""
-    if BACKEND.upper() not in dist.Backend._plugins:
+    if not dist.is_backend_available(BACKEND):
         dist.Backend.register_backend(BACKEND, _carriers.add, extended_api=True, devices=[DEVICE])
 
 
@@ -87,9 +87,9 @@ def register_fake_backend() -> None:
     """Make torch know the backend `simfake`, which sends nothing."""
 
     def make(options: Any, own: Any) -> Any:
-        return _torch.make_fake_backend(options.group_rank, options.group_size, own)
+        return make_fake_backend(options.group_rank, options.group_size, own)
 
-    if FAKE_BACKEND.upper() not in dist.Backend._plugins:
+    if not dist.is_backend_available(FAKE_BACKEND):
         dist.Backend.register_backend(FAKE_BACKEND, make, extended_api=True, devices=["cpu", DEVICE])
 
 
@@ -142,5 +142,5 @@ def _check(name: str, args: tuple[Any, ...], tensors: list[Tensor], carrier: _Ca
 
 def _no_work(func: Any, args: tuple[Any, ...]) -> Any:
     """What a collective of torch's own kind gives when nothing is sent: its outputs as they are, and a done work."""
-    work = _torch.FinishedWork().boxed()
+    work = FinishedWork().boxed()
     return (args[0], work) if len(schema_of(func).returns) == 2 else work

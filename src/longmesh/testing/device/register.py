@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from longmesh import _torch
+from longmesh._torch.devices import DeviceHooks, DeviceModule, register_python_device
 
 DEVICE = "sim"
 _AUTOCAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
@@ -23,7 +23,7 @@ _WHOLE = (
 )  # fmt: skip
 
 
-class _Module(_torch.DeviceModule):
+class _Module(DeviceModule):
     """What torch asks a device's module for: `torch.sim`."""
 
     stands_in_for = "cuda"  # kernels of that device are tried here
@@ -41,7 +41,7 @@ class _Module(_torch.DeviceModule):
         return None
 
 
-class _Hooks(_torch.DeviceHooks):
+class _Hooks(DeviceHooks):
     """Tells the generator of the device: the host's."""
 
     def get_default_generator(self, device_index: int) -> torch.Generator:
@@ -51,7 +51,7 @@ class _Hooks(_torch.DeviceHooks):
 @functools.cache
 def register_device() -> tuple[torch.library.Library, ...]:
     """Make torch know the device `sim`; a second call does nothing. What it returns is kept for the process."""
-    _torch.register_python_device(DEVICE, backend_module=_Module(), hook=_Hooks())
+    register_python_device(DEVICE, backend_module=_Module(), hook=_Hooks())
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     # Ops that make a tensor have no argument of ours to be asked by; they end here.
     every.fallback(_run, "PrivateUse1")

@@ -1,64 +1,26 @@
 """Every private name of torch that longmesh uses, each under a name of ours that says what it is for.
 
-    functorch_level = _find("torch._C._functorch:maybe_current_level", "...", otherwise=lambda: 0)
+    functorch_level = find("torch._C._functorch:maybe_current_level", "...", otherwise=lambda: 0)
 
-A name is looked up once, when this module is imported. Where torch has it no more, the feature that needs it raises a
-`LongmeshError` that says so when it is used, or takes the slower public way; `import longmesh` works all the same, and
-`missing_names()` lists what is gone. What longmesh changes in torch for the whole process is at the end of this file,
-and in docs/design.md.
+A name is looked up once, when this module is imported. If torch no longer has it, the feature that needs it raises a
+`LongmeshError` when it is used, or takes a slower public way. `import longmesh` still works, and
+`lookup.missing_names()` lists what is gone. What longmesh changes in torch for the whole process is at the end of this
+file, and in docs/design.md. `devices` has what only made-up devices need, `bridge` what only the bridges need.
 
 Pitfall: names that are called for every op are torch's own functions, not wrapped in ours: a call costs 0.05 us.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from functools import reduce
+from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from longmesh.errors import LongmeshError
-
-_NO_DEFAULT: Any = object()
-_missing: dict[str, str] = {}  # what was looked up and is not there
-
-
-def missing_names() -> dict[str, str]:
-    """Private names of torch that this version of torch does not have, and what each is needed for."""
-    return dict(_missing)
-
-
-def _find(where: str, feature: str, otherwise: Any = _NO_DEFAULT) -> Any:
-    """The object at "module:attribute.attribute"; without it `otherwise`, or a function that raises."""
-    module, _, path = where.partition(":")
-    try:
-        return reduce(getattr, path.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError):
-        _missing[where] = feature
-        return _refuse(where, feature) if otherwise is _NO_DEFAULT else otherwise
-
-
-def _refuse(where: str, feature: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise LongmeshError(
-            f"torch {torch.__version__} has no {where.replace(':', '.')}, which longmesh needs for {feature}; "
-            "use torch 2.13 or 2.14"
-        )
-
-    return refuse
-
-
-def _find_class(where: str, feature: str) -> Any:
-    """A class to derive from; without it one that can be derived from and not made."""
-    found = _find(where, feature, otherwise=None)
-    if found is not None:
-        return found
-    return type(where.rpartition(":")[2], (), {"__new__": staticmethod(_refuse(where, feature))})
-
+from longmesh._torch.lookup import find, find_class, refusal
 
 # -- ops -------------------------------------------------------------------------------------------
 
@@ -71,27 +33,58 @@ else:
     # One op of one signature, as __torch_dispatch__ gets it.
     OpOverload = type(torch.ops.aten.add.Tensor)
     # An op that takes functions, as flex_attention.
-    HigherOrderOperator = _find_class("torch._ops:HigherOrderOperator", "ops that take functions")
+    HigherOrderOperator = find_class("torch._ops:HigherOrderOperator", "ops that take functions")
     # A mode that sees every op below autograd: what CommDebugMode, explain and the tests of rules are made of.
-    TorchDispatchMode = _find_class("torch.utils._python_dispatch:TorchDispatchMode", "watching ops")
+    TorchDispatchMode = find_class("torch.utils._python_dispatch:TorchDispatchMode", "watching ops")
     # The result of a collective that is still under way. Nothing is one where torch does not know them.
-    AsyncCollectiveTensor = _find_class(
+    AsyncCollectiveTensor = find_class(
         "torch.distributed._functional_collectives:AsyncCollectiveTensor",
         "collectives that are not waited for",
     )
     # The shape of a tree: what tree_flatten gives beside the leaves.
-    TreeSpec = _find_class("torch.utils._pytree:TreeSpec", "arguments in trees")
+    TreeSpec = find_class("torch.utils._pytree:TreeSpec", "arguments in trees")
 
 # Op -> the op written in terms of others.
-decompositions: dict[Any, Callable[..., Any]] = _find(
+decompositions: dict[Any, Callable[..., Any]] = find(
     "torch._decomp:decomposition_table", "ops that have no rule of their own", otherwise={}
 )
-_has_kernel = _find("torch._C:_dispatch_has_kernel_for_dispatch_key", "ops that have no rule of their own")
+_has_kernel = find("torch._C:_dispatch_has_kernel_for_dispatch_key", "ops that have no rule of their own")
+# An op's signature: name, arguments, returns, is_mutable; and the function that it calls, cheaper than the op itself.
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+op_function: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
 
 
-def schema_of(op: OpOverload) -> Any:
-    """An op's signature: name, arguments, returns, is_mutable."""
-    return op._schema
+_RULES = "rules and kernels of that op"
+
+
+class _Aten:
+    """torch.ops.aten, in which a private op that torch has no more is one that nobody calls: its rules are idle."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            found = getattr(torch.ops.aten, name)
+        else:
+            found = find(f"torch:ops.aten.{name}", _RULES, _LostOp(name))
+        setattr(self, name, found)
+        return found
+
+
+class _LostOp:
+    """In the place of an op and of each of its overloads: to be a key of a table and to be compared with."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, overload: str) -> _LostOp:
+        if overload.startswith("__"):
+            raise AttributeError(overload)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return refusal(f"torch:ops.aten.{self._name}", _RULES)()
+
+
+aten: Any = _Aten()
 
 
 def is_composite(op: OpOverload) -> bool:
@@ -101,23 +94,16 @@ def is_composite(op: OpOverload) -> bool:
 
 def private_op(name: str, feature: str) -> Any:
     """The aten op `name`, one of those whose names begin with "_" and whose signatures may change."""
-    return _find(f"torch:ops.aten.{name}", feature)
-
-
-def storage_info_class() -> Any:
-    """What a checkpoint's description says of a piece: its file, offset and length. Imported when it is asked for."""
-    return _find_class(
-        "torch.distributed.checkpoint.filesystem:_StorageInfo", "checkpoints in torch's format"
-    )
+    return find(f"torch:ops.aten.{name}", feature)
 
 
 # Raise `text` on the device when a condition turns out false, without waiting for it: (condition, text).
-assert_later = _find("torch:ops.aten._assert_async.msg", "checks of indices on devices")
+assert_later = find("torch:ops.aten._assert_async.msg", "checks of indices on devices")
 
 # The collectives that torch.compile and fake tensors understand, and the wait for their results.
 functional_collectives: Any = SimpleNamespace(
     **{
-        name: _find(f"torch:ops._c10d_functional.{name}", "sending anything")
+        name: find(f"torch:ops._c10d_functional.{name}", "sending anything")
         for name in (
             "all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor", "wait_tensor",
         )
@@ -125,27 +111,35 @@ functional_collectives: Any = SimpleNamespace(
 )  # fmt: skip
 
 # The key-value store that the world was made with, and a process group by its name.
-world_store: Callable[[], Any] = _find(
+world_store: Callable[[], Any] = find(
     "torch.distributed.distributed_c10d:_get_default_store", "desync_check and reports of lost ranks"
 )
-group_named: Callable[[str], Any] = _find(
+group_named: Callable[[str], Any] = find(
     "torch.distributed.distributed_c10d:_resolve_process_group", "counting collectives of other libraries"
 )
 
+_meshes = find("torch.distributed.device_mesh:_mesh_resources", "`with mesh:`", otherwise=None)
+
+
+def entered_meshes() -> list[Any]:
+    """The meshes of the enclosing `with mesh:` blocks, the innermost last."""
+    return [] if _meshes is None else _meshes.mesh_stack
+
+
 # Trees of lists, tuples, dicts and registered classes.
 tree_flatten, tree_unflatten, tree_map, tree_is_leaf, tree_leaves = (
-    _find(f"torch.utils._pytree:{name}", "arguments in trees")
+    find(f"torch.utils._pytree:{name}", "arguments in trees")
     for name in ("tree_flatten", "tree_unflatten", "tree_map", "tree_is_leaf", "tree_leaves")
 )
 
 # -- DTensors --------------------------------------------------------------------------------------
 
 # Make a tensor of a Python class that has a size and no memory of its own.
-make_wrapper = _find("torch:Tensor._make_wrapper_subclass", "DTensor")
+make_wrapper = find("torch:Tensor._make_wrapper_subclass", "DTensor")
 # For a class whose functions need no __torch_function__: torch asks __torch_dispatch__ only.
-no_torch_function = _find("torch._C:_disabled_torch_function_impl", "DTensor")
+no_torch_function = find("torch._C:_disabled_torch_function_impl", "DTensor")
 # Count a write to tensors that autograd would not see by itself: (list of tensors).
-increment_version = _find("torch._C:_increment_version", "writing to DTensors in place")
+increment_version = find("torch._C:_increment_version", "writing to DTensors in place")
 
 
 def write_count(tensor: torch.Tensor) -> int:
@@ -153,44 +147,54 @@ def write_count(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def base_of(view: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a view was taken of; None of a tensor that is no view."""
+    return view._base
+
+
+def takes_no_memory(tensor: torch.Tensor) -> bool:
+    """Whether these are the zeros that autograd makes for a gradient that is not there."""
+    return tensor._is_zerotensor()
+
+
 # -- what is active on this thread -----------------------------------------------------------------
 
 # How many dispatch modes and function modes are active. Without the answer there is always one: slower, and right.
-dispatch_mode_count: Callable[[], int] = _find(
+dispatch_mode_count: Callable[[], int] = find(
     "torch._C:_len_torch_dispatch_stack", "the short way of ops", otherwise=lambda: 1
 )
-function_mode_count: Callable[[], int] = _find(
+function_mode_count: Callable[[], int] = find(
     "torch._C:_len_torch_function_stack", "the short way of ops", otherwise=lambda: 1
 )
 # The level of torch.func transforms that we are in; None outside.
-functorch_level: Callable[[], int | None] = _find(
+functorch_level: Callable[[], int | None] = find(
     "torch._C._functorch:maybe_current_level", "the short way of ops", otherwise=lambda: 1
 )
 # Whether a tensor is inside the class in which torch.func hands tensors on.
-is_transformed: Callable[[torch.Tensor], bool] = _find(
+is_transformed: Callable[[torch.Tensor], bool] = find(
     "torch._C._functorch:is_functorch_wrapped_tensor",
     "errors about torch.func",
     otherwise=lambda tensor: False,
 )
 # Whether autocast is on for any kind of device.
-is_any_autocast_enabled: Callable[[], bool] = _find(
+is_any_autocast_enabled: Callable[[], bool] = find(
     "torch._C:_is_any_autocast_enabled",
     "the short way of ops",
     otherwise=lambda: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
 )
 # Contexts in which: no dispatch mode is active; ops of tensor subclasses go to their plain kernels; ops make no
 # autograd nodes; __torch_function__ is not asked, of modes neither; it is not asked of subclasses.
-no_dispatch_modes = _find(
+no_dispatch_modes = find(
     "torch.utils._python_dispatch:_disable_current_modes", "output sizes of ops without a rule"
 )
-no_dispatch = _find("torch.utils._mode_utils:no_dispatch", "showing DTensors")
-below_autograd = _find("torch._C:_AutoDispatchBelowAutograd", "linear layers and captured steps")
-no_torch_functions = _find("torch._C:DisableTorchFunction", "attention under modes")
-no_subclass_functions = _find("torch._C:DisableTorchFunctionSubclass", "products of DTensors")
+no_dispatch = find("torch.utils._mode_utils:no_dispatch", "showing DTensors")
+below_autograd = find("torch._C:_AutoDispatchBelowAutograd", "linear layers and captured steps")
+no_torch_functions = find("torch._C:DisableTorchFunction", "attention under modes")
+no_subclass_functions = find("torch._C:DisableTorchFunctionSubclass", "products of DTensors")
 
-_excluded_keys = _find("torch._C:_dispatch_tls_local_exclude_set", "views of DTensors")
-_mode_of_key = _find("torch._C:_get_dispatch_mode", "random numbers in traced programs")
-_mode_keys = _find("torch._C:_TorchDispatchModeKey", "random numbers in traced programs")
+_excluded_keys = find("torch._C:_dispatch_tls_local_exclude_set", "views of DTensors")
+_mode_of_key = find("torch._C:_get_dispatch_mode", "random numbers in traced programs")
+_mode_keys = find("torch._C:_TorchDispatchModeKey", "random numbers in traced programs")
 
 
 def is_below_autograd() -> bool:
@@ -209,14 +213,14 @@ def is_tracing() -> bool:
 
 # The number of the backward pass that runs on this thread, -1 if none does; its running node, or None; the number that
 # the next node of the graph will have.
-_graph_task = _find("torch._C:_current_graph_task_id", "what runs inside a backward pass")
-running_node: Callable[[], Any] = _find("torch._C:_current_autograd_node", "explaining backward passes")
-next_node_number: Callable[[], int] = _find("torch.autograd:_get_sequence_nr", "explaining backward passes")
+_graph_task = find("torch._C:_current_graph_task_id", "what runs inside a backward pass")
+running_node: Callable[[], Any] = find("torch._C:_current_autograd_node", "explaining backward passes")
+next_node_number: Callable[[], int] = find("torch.autograd:_get_sequence_nr", "explaining backward passes")
 
 
 # The code of the Python function that runs the engine: the frame from which autograd's own formulas call ops.
 engine_code: Any = getattr(
-    _find("torch.autograd.graph:_engine_run_backward", "constants in backward formulas", otherwise=None),
+    find("torch.autograd.graph:_engine_run_backward", "constants in backward formulas", otherwise=None),
     "__code__",
     None,
 )
@@ -230,35 +234,6 @@ def in_backward() -> bool:
 def node_number(node: Any) -> int:
     """Autograd numbers its nodes as the forward pass makes them."""
     return node._sequence_nr()
-
-
-# -- made-up devices, for tests --------------------------------------------------------------------
-
-# Make torch know a device that is written in Python: (name, backend_module=, hook=), and what to derive those from.
-register_python_device = _find(
-    "torch.utils.backend_registration:_setup_privateuseone_for_python_backend", "made-up devices"
-)
-DeviceModule = _find_class("torch.utils.backend_registration:_DummyBackendModule", "made-up devices")
-DeviceHooks = _find_class("torch.utils.backend_registration:_DummyPrivateUse1Hook", "made-up devices")
-
-# A backend that sends nothing: (rank, size, options); and a work that is done.
-make_fake_backend = _find(
-    "torch._C._distributed_c10d:FakeProcessGroup._create_internal", "made-up devices", otherwise=None
-)
-FinishedWork = _find("torch._C._distributed_c10d:FakeWork", "made-up devices")
-_name_group = _find("torch._C._distributed_c10d:_register_process_group", "made-up devices")
-
-
-def wrap_backend(name: str, store: Any, rank: int, size: int, gloo: Any) -> Any:
-    """A process group over a gloo backend, to be found by its name."""
-    import torch.distributed as dist
-
-    group = dist.ProcessGroup(store, rank, size)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._set_group_name(name)  # type: ignore[arg-type] (a str with a type of its own)
-    _name_group(name, group)
-    return group
 
 
 # -- modules ---------------------------------------------------------------------------------------
@@ -282,29 +257,6 @@ def share_state(module: nn.Module, source: nn.Module) -> None:
     module._non_persistent_buffers_set = source._non_persistent_buffers_set
 
 
-# -- torch's own DTensor, for the bridge to it -----------------------------------------------------
-
-
-class TorchSpecTypes(NamedTuple):
-    """The classes that torch's own DTensor is made of."""
-
-    spec: Any
-    meta: Any
-    mask_partial: Any
-    strided_shard: Any
-
-
-def torch_spec_types() -> TorchSpecTypes:
-    """Looked up when called: nothing but the bridge imports torch's own DTensor."""
-    theirs, feature = "torch.distributed.tensor", "interop with torch's own DTensor"
-    return TorchSpecTypes(
-        _find_class(f"{theirs}._dtensor_spec:DTensorSpec", feature),
-        _find_class(f"{theirs}._dtensor_spec:TensorMeta", feature),
-        _find_class(f"{theirs}._ops._embedding_ops:_MaskPartial", feature),
-        _find_class(f"{theirs}.placement_types:_StridedShard", feature),
-    )
-
-
 # -- what longmesh changes in torch for the whole process ------------------------------------------
 
 
@@ -314,7 +266,7 @@ def use_foreach_path(*types: type) -> None:
     Appends them to torch's two lists of such types. Without the lists each tensor is handled by itself.
     """
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
-        listed = _find(f"{module}:_foreach_supported_types", "foreach optimizers", otherwise=[])
+        listed = find(f"{module}:_foreach_supported_types", "foreach optimizers", otherwise=[])
         listed.extend(t for t in types if t not in listed)
 
 
@@ -341,9 +293,9 @@ def never_compile_alone(function: Callable[..., Any]) -> None:
     """Dynamo traces `function` where it is called by what it compiles, and never compiles it by itself."""
     eval_frame = "torch._C._dynamo.eval_frame"
     feature = "context_parallel under torch.compile"
-    action = _find(f"{eval_frame}:_FrameAction", feature, otherwise=None)
-    strategy = _find(f"{eval_frame}:_FrameExecStrategy", feature, otherwise=None)
-    set_strategy = _find(f"{eval_frame}:set_code_exec_strategy", feature, otherwise=None)
+    action = find(f"{eval_frame}:_FrameAction", feature, otherwise=None)
+    strategy = find(f"{eval_frame}:_FrameExecStrategy", feature, otherwise=None)
+    set_strategy = find(f"{eval_frame}:set_code_exec_strategy", feature, otherwise=None)
     if action and strategy and set_strategy:
         set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
 
