@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import weakref
 
 import numpy as np
 from hypothesis import given, settings, strategies as st
@@ -195,3 +196,13 @@ def test_rectangles_cut_out_of_their_own_slices(drawn, cuts):
         return total
 
     assert (pairs(found) == pairs(np.concatenate([many[:0], *expected]))).all()
+
+
+def test_what_is_worked_out_goes_with_its_owner():
+    row = dataclasses.replace(plan_attention(seq_len=8, ranks=2, layout="zigzag", exchange="sparse").rows[0])
+    schedule = dataclasses.replace(row.schedule)
+    assert schedule.tiles(1) is schedule.tiles(1) and row.rank(0) is row.rank(0)
+    gone = [weakref.ref(row), weakref.ref(schedule), weakref.ref(schedule.needs)]
+    assert schedule.needs.dealt(2) is schedule.needs.dealt(2)
+    del row, schedule
+    assert [ref() for ref in gone] == [None, None, None]

@@ -25,13 +25,13 @@ class AllGather(Exchange):
     """
 
     def last_stage(self, needs: Needs) -> int:
-        return _AT_ONCE.last_stage(needs.everything())
+        return _AT_ONCE.last_stage(needs.everything)
 
     def stretches(self, needs: Needs) -> Stretches:
-        return _AT_ONCE.stretches(needs.everything())
+        return _AT_ONCE.stretches(needs.everything)
 
     def received(self, needs: Needs, rank: int) -> np.ndarray:
-        return _AT_ONCE.received(needs.everything(), rank)
+        return _AT_ONCE.received(needs.everything, rank)
 
     def lent(self, needs: Needs, owner: int) -> np.ndarray:
-        return _AT_ONCE.lent(needs.everything(), owner)
+        return _AT_ONCE.lent(needs.everything, owner)

@@ -19,6 +19,7 @@ from longmesh.attention.exchange.fragment import AT, OFFSET, OWNER, RANK, STAGE,
 from longmesh.attention.layout.base import Ownership
 from longmesh.attention.mask.slices import overlaps
 from longmesh.attention.plan.intervals import offsets_within, unite
+from longmesh.attention.plan.kept import kept_by_instance
 
 Array = np.ndarray
 
@@ -73,7 +74,7 @@ class Needs:
         rank, start, stop = self.remote
         return np.bincount(rank, weights=stop - start, minlength=self.owned.num_ranks).astype(np.int64)
 
-    @functools.cache  # noqa: B019 (needs live as long as their plan)
+    @kept_by_instance
     def dealt(self, count: int) -> Stretches:
         """What each rank needs of others, dealt evenly and in order to stages 1 to `count`."""
         rank, start, stop = self.remote
@@ -88,7 +89,7 @@ class Needs:
         found = np.concatenate(parts, axis=1)
         return Stretches(*found[:, np.lexsort((found[4], found[1], found[0]))])
 
-    @functools.cache  # noqa: B019
+    @functools.cached_property
     def everything(self) -> "Needs":
         """Every key for every rank, if any rank needs one of another; else nothing."""
         ranks = np.arange(self.owned.num_ranks if self.remote_tokens.any() else 0)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from longmesh.attention.plan.pickled import PickledByFields
+from longmesh.attention.plan.kept import PickledByFields
 from longmesh.errors import LongmeshError
 
 Interval = tuple[int, int]

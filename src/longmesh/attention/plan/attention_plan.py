@@ -37,7 +37,7 @@ from longmesh.attention.mask.slices import COLUMNS, EW
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.head_sizes import HeadSizes
 from longmesh.attention.plan.intervals import spans
-from longmesh.attention.plan.pickled import PickledByFields
+from longmesh.attention.plan.kept import PickledByFields, kept_by_instance
 from longmesh.attention.plan.schedule import Schedule
 from longmesh.plan.cluster import Cluster
 
@@ -148,7 +148,7 @@ class RowPlan(PickledByFields):
         """For each of the rank's keys, its row in the group's buffers."""
         return _rows_in(self.kv_ownership.positions(rank), self.schedule.kv_ownership, rank // self.inner)
 
-    @functools.cache  # noqa: B019 (a plan lives as long as its cache entry)
+    @kept_by_instance
     def rank(self, rank: int) -> RankPlan:
         """What one rank does."""
         s, group = self.schedule, rank // self.inner

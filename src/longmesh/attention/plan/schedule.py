@@ -36,7 +36,7 @@ from longmesh.attention.mask.slices import (
 )
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.intervals import offsets_within, unite
-from longmesh.attention.plan.pickled import PickledByFields
+from longmesh.attention.plan.kept import PickledByFields, kept_by_instance
 
 Array = np.ndarray
 
@@ -89,7 +89,7 @@ class Schedule(PickledByFields):
         """Whether a stage works on the rank's own shard: the first, and one for queries that arrived."""
         return stage == 0 or stage > self.last_stage
 
-    @functools.cache  # noqa: B019 (a schedule lives as long as its plan)
+    @kept_by_instance
     def received(self, rank: int) -> Array:
         """The fragments in a rank's buffers, by stage and offset."""
         return self.exchange.received(self.needs, rank)
@@ -102,7 +102,7 @@ class Schedule(PickledByFields):
         """The fragments of queries that a rank computes for others."""
         return self.queries[self.queries[:, RANK] == rank]
 
-    @functools.cache  # noqa: B019
+    @kept_by_instance
     def tiles(self, rank: int) -> Array:
         """The blocks of one rank, by stage, in rows of its buffers."""
         if self.ownership.num_ranks > FEW:
