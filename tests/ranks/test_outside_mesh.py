@@ -6,9 +6,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import longmesh
-from longmesh import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from longmesh import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from longmesh.errors import LongmeshError
-from longmesh.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from longmesh.experimental import local_map
+from longmesh.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from longmesh.tensor import flex_attention
 from longmesh.testing import cpu_mesh
 
 INSIDE = [1, 2]  # of 3 ranks
@@ -113,6 +115,59 @@ def test_train(pool, optimizer, styled):
     assert outside == ([(0,)] * 4, None)
     for parts, error in inside:
         assert (0,) not in parts and error < 1e-5
+
+
+def by_functions(seed):
+    """Per function: placements, shape and dtype of its result and of its input's gradient, and the sizes of parts."""
+    mesh = sub_mesh()
+    torch.manual_seed(seed)
+    found = {}
+
+    def record(name, whole, placements, function):
+        x = distribute_tensor(whole, mesh, placements).requires_grad_()
+        out = function(x)
+        weight = distribute_tensor(torch.ones(out.shape), mesh, [Replicate()])
+        (out * weight).sum().backward()
+        kept = [(t.placements, tuple(t.shape), t.dtype, t.to_local().numel()) for t in (out, x.grad)]
+        found[name] = kept, x.grad.full_tensor()
+
+    logits, target = torch.randn(5, 7), torch.tensor([0, 6, 3, 2, 1])
+    for reduction in ("mean", "sum", "none"):
+        with loss_parallel():
+            record(
+                f"cross entropy, {reduction}",
+                logits,
+                [Shard(1)],
+                lambda x, r=reduction: nn.functional.cross_entropy(x, target, reduction=r),
+            )
+    tokens = torch.randn(1, 2, 5, 8)
+    record(
+        "flex", tokens, [Shard(2)], lambda x: flex_attention(x, x, x, lambda s, b, h, q, k: s - (q - k).abs())
+    )
+    record("flex, lse", tokens, [Shard(1)], lambda x: flex_attention(x, x, x, return_lse=True)[1])
+    twice = local_map(lambda part: torch.cat([part, part], -1), [Shard(0)], ([Shard(0)],))
+    record("local_map, uneven", logits, [Shard(0)], twice)
+    record("local_map, even", logits[:4], [Shard(0)], twice)
+    total = local_map(lambda part: part.sum(0), [Partial()], ([Shard(0)],))
+    record("local_map, partial", logits, [Shard(0)], total)
+    for backend in ("eager", "aot_eager"):
+        compiled = torch.compile(lambda x: (x * 2).softmax(0) @ x.t(), backend=backend)
+        record(f"compile, {backend}", logits, [Shard(0)], compiled)
+    torch.compiler.reset()
+    return found
+
+
+def test_functions_do_nothing_outside(pool):
+    outside, *inside = pool.run(by_functions, 1, ranks=3)
+    assert len(outside) == 10
+    for name, (kept, grad) in outside.items():
+        assert grad.numel() == 0, name
+        for (placements, shape, dtype, elements), (*here, there) in zip(
+            kept, inside[0][name][0], strict=True
+        ):
+            assert [placements, shape, dtype] == here, name
+            assert elements == 0 and there > 0, name
+        assert torch.equal(inside[0][name][1], inside[1][name][1]), name
 
 
 def refused(what):

@@ -3,8 +3,9 @@
     normalize = local_map(fn, out_placements=[Shard(0)], in_placements=([Shard(0)],))
     y = normalize(x)                      # x: 5 rows on 2 ranks; fn sees 3 and 2 of them; y: 5 rows
 
-Where an input is cut in unequal parts, the ranks tell each other the sizes of their outputs, so that the outputs'
-global shapes are right; where all parts are equal, outputs are taken to be equal, too, and nothing is sent.
+Where an input is sharded unevenly, the ranks exchange the sizes of their outputs to find the global shapes. Where all
+parts are equal, outputs are taken to be equal, too, and nothing is sent. A rank outside the mesh calls the function
+on zeros, to learn the shapes of its results.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh._torch import AsyncCollectiveTensor, tree_flatten, tree_unflatten
-from longmesh.comm import comm_of
+from longmesh._torch import AsyncCollectiveTensor, tree_flatten, tree_map, tree_unflatten
+from longmesh.comm import comm_anywhere, comm_of
 from longmesh.comm.verify import gather_rows
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Placement, Replicate
 from longmesh.tensor import DTensor
 from longmesh.tensor.arguments import normalize_placements
+from longmesh.tensor.outside import results_outside
 
 PlacementType = Sequence[Placement] | None
 InputPlacements = tuple[PlacementType, ...] | None
@@ -45,7 +47,7 @@ def local_map(
     error, or with `redistribute_inputs` is redistributed. `in_grad_placements` are the placements of the gradients that
     `func` gives its inputs, None where they are the input's. In `out_placements`, None is no tensor, or a replicated
     one. Keyword arguments are passed on. Without DTensor arguments it is just `func`. Without `func`, a decorator.
-    Collective: every rank of the mesh.
+    Collective: every rank of the mesh. On a rank outside the mesh `func` runs on zeros and the results have no data.
 
     >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     >>> half = local_map(lambda part: part / 2, out_placements=[Shard(0)], in_placements=([Shard(0)],))
@@ -73,10 +75,17 @@ def local_map(
             return function(*args, **kwargs)
         inputs = [_bring(leaf, i, in_placements, redistribute_inputs) for i, leaf in enumerate(flat)]
         is_uneven = any(_is_uneven(leaf) for leaf in inputs if isinstance(leaf, DTensor))
+        mesh = given[0].device_mesh if device_mesh is None else device_mesh
+        if not comm_anywhere(mesh).is_member:
+
+            def run(where: tuple[int, ...]) -> Any:
+                parts = [_zeros(leaf, where) if isinstance(leaf, DTensor) else leaf for leaf in inputs]
+                return function(*tree_unflatten(parts, structure), **kwargs)
+
+            return _outside(run, given, mesh, out_placements, is_uneven)
         locals_ = [_local(leaf, i, in_grad_placements) for i, leaf in enumerate(inputs)]
         result = function(*tree_unflatten(locals_, structure), **kwargs)
-        mesh = given[0].device_mesh if device_mesh is None else device_mesh
-        return _wrap(result, mesh, out_placements, is_uneven)
+        return _wrap(result, mesh, out_placements, _gathered_shapes(mesh) if is_uneven else None)
 
     return mapped
 
@@ -129,7 +138,47 @@ def _is_uneven(tensor: DTensor) -> bool:
     return any(tensor.shape[dim] % count for dim, count in counts.items())
 
 
-def _wrap(result: Any, mesh: DeviceMesh, placements: OutputPlacements, is_uneven: bool) -> Any:
+# Per coordinate of the mesh the shape of its part of a result, from this rank's part and the result's number.
+PartShapes = Callable[[torch.Tensor, int], dict[tuple[int, ...], list[int]]]
+
+
+def _gathered_shapes(mesh: DeviceMesh) -> PartShapes:
+    def gather(local: torch.Tensor, position: int) -> dict[tuple[int, ...], list[int]]:
+        group, rows = gather_rows(local.shape, comm_of(mesh), local.device)
+        return dict(zip(group.members, rows, strict=True))
+
+    return gather
+
+
+def _zeros(tensor: DTensor, where: tuple[int, ...]) -> torch.Tensor:
+    return torch.zeros(
+        tensor._layout.local_shape(tensor.shape, where), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def _outside(
+    run: Callable[[tuple[int, ...]], Any],
+    given: list[DTensor],
+    mesh: DeviceMesh,
+    placements: OutputPlacements,
+    is_uneven: bool,
+) -> Any:
+    """The results on a rank outside the mesh. `run` calls the function on zeros, as at a coordinate of the mesh."""
+    coordinates = list(comm_anywhere(mesh).shape.coordinates())
+    with torch.no_grad():
+        results = [run(where) for where in (coordinates if is_uneven else coordinates[:1])]
+
+    def shapes(local: torch.Tensor, position: int) -> dict[tuple[int, ...], list[int]]:
+        parts = [tree_flatten(result)[0][position] for result in results]
+        return {where: list(part.shape) for where, part in zip(coordinates, parts, strict=True)}
+
+    def depend(leaf: Any) -> Any:
+        return results_outside(given, [leaf._tensor_layout])[0] if isinstance(leaf, DTensor) else leaf
+
+    return tree_map(depend, _wrap(results[0], mesh, placements, shapes if is_uneven else None))
+
+
+def _wrap(result: Any, mesh: DeviceMesh, placements: OutputPlacements, part_shapes: PartShapes | None) -> Any:
     flat, structure = tree_flatten(result)
     wanted = placements if isinstance(placements, tuple) and not _is_one_layout(placements) else (placements,)
     if len(wanted) != len(flat):
@@ -138,7 +187,7 @@ def _wrap(result: Any, mesh: DeviceMesh, placements: OutputPlacements, is_uneven
             "with one for each, None for what is no tensor"
         )
     wrapped = [
-        _wrap_one(leaf, i, mesh, w, is_uneven) for i, (leaf, w) in enumerate(zip(flat, wanted, strict=True))
+        _wrap_one(leaf, i, mesh, w, part_shapes) for i, (leaf, w) in enumerate(zip(flat, wanted, strict=True))
     ]
     return tree_unflatten(wrapped, structure)
 
@@ -148,7 +197,9 @@ def _is_one_layout(placements: tuple[Any, ...]) -> bool:
     return bool(placements) and all(isinstance(p, Placement) for p in placements)
 
 
-def _wrap_one(leaf: Any, position: int, mesh: DeviceMesh, placements: Any, is_uneven: bool) -> Any:
+def _wrap_one(
+    leaf: Any, position: int, mesh: DeviceMesh, placements: Any, part_shapes: PartShapes | None
+) -> Any:
     if not isinstance(leaf, torch.Tensor):
         if placements is not None:
             raise LongmeshError(
@@ -164,20 +215,19 @@ def _wrap_one(leaf: Any, position: int, mesh: DeviceMesh, placements: Any, is_un
         placements = [Replicate()] * mesh.ndim
     layout = Layout(mesh, normalize_placements(placements, leaf.ndim, "local_map(out_placements)"))
     layout.check_ndim(leaf.ndim, leaf.shape)
-    shape = _agreed_shape(leaf, layout, mesh, position) if is_uneven and layout.shard_dims else None
+    shape = None
+    if part_shapes is not None and layout.shard_dims:
+        shape = _global_shape(part_shapes(leaf, position), layout, position)
     return DTensor.from_local(leaf, mesh, layout.placements, shape=shape)
 
 
-def _agreed_shape(local: torch.Tensor, layout: Layout, mesh: DeviceMesh, position: int) -> tuple[int, ...]:
-    """The global shape that all ranks' parts make up together. Collective; raises on all ranks or on none."""
-    comm = comm_of(mesh)
-    group, rows = gather_rows(local.shape, comm, local.device)
-    shapes = dict(zip(group.members, rows, strict=True))
-    if len({len(row) for row in rows}) > 1:
+def _global_shape(shapes: dict[tuple[int, ...], list[int]], layout: Layout, position: int) -> tuple[int, ...]:
+    """The global shape that all ranks' parts make up together. Raises on all ranks or on none."""
+    if len({len(part) for part in shapes.values()}) > 1:
         raise LongmeshError(
-            f"local_map: the ranks' parts of result {position} differ in their number of dims: {rows}"
+            f"local_map: the ranks' parts of result {position} differ in their number of dims: {list(shapes.values())}"
         )
-    shape = list(local.shape)
+    shape = list(shapes[(0,) * layout.mesh.ndim])
     for dim, axes in layout.shard_order:
         origin = [0] * layout.mesh.ndim
         others = [c for c in shapes if all(c[a] == origin[a] for a in range(len(c)) if a not in axes)]

@@ -28,6 +28,8 @@ from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
 from longmesh.tensor import DTensor
 from longmesh.tensor.autograd import current_part, move
 from longmesh.tensor.meta import contiguous_stride
+from longmesh.tensor.outside import results_outside
+from longmesh.tensor.tensor_layout import tensor_layout
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -64,14 +66,19 @@ def cut_cross_entropy(
         reduction=reduction,
         smoothing=label_smoothing,
     )
-    mine = _part_of(target, rows, logits)
-    weights = None if weight is None else _part_of(weight, Layout.replicated(logits.device_mesh), logits)
+    if not logits._tensor_layout.comm.is_member:
+        held, layout = logits._tensor_layout, _result_layout(terms)
+        shape = _result_shape(terms, logits.shape)
+        made = tensor_layout(held.mesh, layout, shape, contiguous_stride(shape), held.dtype)
+        return results_outside([logits], [made])[0]
 
     def by_ops(logits: torch.Tensor) -> torch.Tensor:
         options = {"reduction": reduction, "label_smoothing": label_smoothing, "ignore_index": ignore_index}
         with no_torch_functions():  # a loss_parallel() that is still open would come back here
             return F.cross_entropy(logits, target, weight, **options)
 
+    mine = _part_of(target, rows, logits)
+    weights = None if weight is None else _part_of(weight, Layout.replicated(logits.device_mesh), logits)
     return _CrossEntropy.apply(logits, mine, weights, terms, by_ops)
 
 
@@ -171,15 +178,15 @@ class _CrossEntropy(torch.autograd.Function):
             spread = (total * lse - added[2]) * (terms.smoothing / terms.classes)
             loss = loss * (1 - terms.smoothing) + spread
         loss = loss.masked_fill(ignored, 0)
-        result, out, divisor = _reduce(loss, share, terms, comm)
+        result, divisor = _reduce(loss, share, terms, comm)
         _check_targets(target, terms)
 
         odds = shifted.sub_(lse.unsqueeze(dim)).exp_()
         ctx.save_for_backward(logits, odds, place, is_own, share, ignored, divisor, own_weight)
         ctx.by_ops = by_ops
         ctx.terms, ctx.held, ctx.start = terms, logits._tensor_layout, start
-        shape = logits.shape[:dim] + logits.shape[dim + 1 :] if terms.reduction == "none" else ()
-        return DTensor(result.to(x.dtype), mesh, out, shape, contiguous_stride(shape))
+        shape = _result_shape(terms, logits.shape)
+        return DTensor(result.to(x.dtype), mesh, _result_layout(terms), shape, contiguous_stride(shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -243,20 +250,36 @@ def _row_weights(
 
 def _reduce(
     loss: torch.Tensor, share: torch.Tensor, terms: _Terms, comm: Any
-) -> tuple[torch.Tensor, Layout, torch.Tensor | None]:
-    """The result, its layout, and what a mean was divided by."""
-    mesh = terms.rows.mesh
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The result, and what a mean was divided by."""
     if terms.reduction == "none":
-        return loss, terms.rows, None
-    cutting = tuple(sorted(axis for _, axes in terms.rows.shard_order for axis in axes))
+        return loss, None
     if terms.reduction == "sum":
-        placements = [Partial() if a in cutting else Replicate() for a in range(mesh.ndim)]
-        return loss.sum(), Layout(mesh, placements), None
+        return loss.sum(), None
     both = torch.stack([loss.sum(), share.sum()])
-    if cutting:
-        both = all_reduce(both, reduce_op="sum", group=comm.group(cutting))
+    if axes := _row_axes(terms):
+        both = all_reduce(both, reduce_op="sum", group=comm.group(axes))
     total, divisor = both.unbind()
-    return total / divisor, Layout.replicated(mesh), divisor
+    return total / divisor, divisor
+
+
+def _row_axes(terms: _Terms) -> tuple[int, ...]:
+    """The mesh axes that rows are sharded over."""
+    return tuple(sorted(axis for _, axes in terms.rows.shard_order for axis in axes))
+
+
+def _result_layout(terms: _Terms) -> Layout:
+    mesh, axes = terms.rows.mesh, _row_axes(terms)
+    if terms.reduction == "none":
+        return terms.rows
+    if terms.reduction == "sum":
+        return Layout(mesh, [Partial() if axis in axes else Replicate() for axis in range(mesh.ndim)])
+    return Layout.replicated(mesh)
+
+
+def _result_shape(terms: _Terms, logits: torch.Size) -> tuple[int, ...]:
+    dim = _class_dim(len(logits))
+    return (*logits[:dim], *logits[dim + 1 :]) if terms.reduction == "none" else ()
 
 
 def _check_targets(target: torch.Tensor, terms: _Terms) -> None:

@@ -11,15 +11,19 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
+from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.attention.layout.base import collect
 from longmesh.attention.layout.given import Given
 from longmesh.attention.mods.captured import captured_tensors
 from longmesh.attention.scope import flex
 from longmesh.attention.scope.cut_sequence import CutSequence, check_heads
-from longmesh.comm import MeshComm, comm_of, kept_by_mesh
+from longmesh.comm import MeshComm, comm_anywhere, comm_of, kept_by_mesh
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Placement, Replicate, Shard
 from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.meta import contiguous_stride
+from longmesh.tensor.outside import results_outside
+from longmesh.tensor.tensor_layout import tensor_layout
 
 _BATCH, _HEADS, _TOKENS = 0, 1, 2
 
@@ -62,7 +66,16 @@ def flex_attention(
             )
     check_heads(query, key, enable_gqa)
     q, k, v = _arranged(*tensors)  # pyright: ignore[reportArgumentType]
-    layout, comm = q._layout, comm_of(q._mesh)
+    layout, comm = q._layout, comm_anywhere(q._mesh)
+    shapes = (*q.shape[:3], v.shape[3]), tuple(q.shape[:3])
+    if not comm.is_member:
+        dtypes = q.dtype, accumulate_dtype(q.dtype)
+        held = [
+            tensor_layout(q._mesh, layout, shape, contiguous_stride(shape), dtype)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        out, lse = results_outside((q, k, v), held)
+        return wanted.give(out, lse if wanted.lse else None)
     offset = layout.local_offset(q.shape, comm.coordinate)
     cut = _cut_sequence(comm, layout, int(q.shape[_TOKENS]))
     mine, keys, values = q.to_local(), k.to_local(), v.to_local()
@@ -85,7 +98,7 @@ def flex_attention(
         found = out, out.sum(-1)
     out, lse = (
         None if t is None else DTensor.from_local(t, q._mesh, layout.placements, shape=shape)
-        for t, shape in zip(found, ((*q.shape[:3], v.shape[3]), q.shape[:3]), strict=True)
+        for t, shape in zip(found, shapes, strict=True)
     )
     return wanted.give(out, lse)
 

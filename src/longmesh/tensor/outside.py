@@ -8,7 +8,7 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh._torch import OpOverload, no_dispatch_modes
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
-from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.autograd import gradient_layout
+from longmesh.tensor.dtensor import DTensor, wrap
 from longmesh.tensor.mask_buffer import without_mask
 from longmesh.tensor.op_plan import NOTHING, Given, OpPlan, Output
 from longmesh.tensor.random import Drawing, next_key
 from longmesh.tensor.steps import LocalCall, RunOps, Slot
-from longmesh.tensor.tensor_layout import tensor_layout
+from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.tree import all_tensors, map_tensors
 
 
@@ -108,14 +109,14 @@ def _on_meta(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], me
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    args, kwargs = map_tensors(empty, (args, kwargs))
-    if kwargs.get("device") is not None:
-        kwargs["device"] = torch.device("meta")
-    try:
-        with no_dispatch_modes(), torch.no_grad():
+    with no_dispatch_modes(), torch.no_grad():
+        args, kwargs = map_tensors(empty, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
+        try:
             return func(*args, **kwargs)
-    except (RuntimeError, NotImplementedError) as error:
-        raise _refusal(func, mesh) from error
+        except (RuntimeError, NotImplementedError) as error:
+            raise _refusal(func, mesh) from error
 
 
 def _refusal(func: Any, mesh: DeviceMesh) -> LongmeshError:
@@ -127,6 +128,32 @@ def _refusal(func: Any, mesh: DeviceMesh) -> LongmeshError:
 
 def _refuse(func: Any, mesh: DeviceMesh) -> None:
     raise _refusal(func, mesh)
+
+
+def results_outside(given: Sequence[DTensor], results: Sequence[TensorLayout]) -> list[DTensor]:
+    """Tensors without data, laid out as said, that depend on `given`: backward passes go through them."""
+    return list(_Outside.apply(tuple(results), *given))
+
+
+class _Outside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, results: tuple[TensorLayout, ...], *given: DTensor) -> tuple[DTensor, ...]:
+        ctx.given = [t._tensor_layout for t in given]
+        ctx.set_materialize_grads(False)
+        made = [wrap(torch.empty(0, dtype=own.dtype, device=given[0].device), own) for own in results]
+        ctx.mark_non_differentiable(*(t for t in made if not (t.is_floating_point() or t.is_complex())))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        there = [grad for grad in grads if grad is not None]
+        if not there:
+            return None, *(None for _ in ctx.given)
+        layouts = [
+            tensor_layout(own.mesh, gradient_layout(own.layout), own.shape, own.stride, own.dtype)
+            for own in ctx.given
+        ]
+        return None, *results_outside(there, layouts)
 
 
 def is_split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
