@@ -36,7 +36,9 @@ class Book:
         self._made = 0
         self.live: dict[int, Sequence] = {}  # by name, those that are not freed
         self.moving: Moving | None = None
-        self.on_free: Callable[[int, int], None] | None = None  # told of (rank, page) that became free
+        self.on_loss: Callable[[int, int], None] | None = (
+            None  # told of (rank, page) that is freed or overwritten
+        )
         self.on_move: Callable[[Moved], None] | None = None  # and of those that moved
 
     @property
@@ -71,7 +73,8 @@ class Book:
     def new_on(self, placement: Placement) -> Sequence:
         self._made += 1
         width = None if placement.width == self.num_ranks else placement.width
-        found = Sequence(placement, [[] for _ in placement.ranks], name=self._made, width=width)
+        found = Sequence(placement, [], name=self._made, width=width)
+        found.lie(placement, [[] for _ in placement.ranks], self.num_ranks)
         self.live[found.name] = found
         return found
 
@@ -81,7 +84,8 @@ class Book:
         branch = self.new_on(source.placement)
         branch.length, branch.hidden = source.length, source.hidden
         branch.width, branch.by_cost = source.width, source.by_cost
-        branch.tables = [list(table) for table in source.tables]
+        branch.lie(source.placement, [list(table) for table in source.tables], self.num_ranks)
+        source.changed()
         for rank, table in zip(branch.placement.ranks, branch.tables, strict=True):
             for page in table:
                 self.ledgers[rank].share(page)
@@ -137,18 +141,34 @@ class Book:
 
     def extend(self, entries: Listed[tuple[Sequence, int]]) -> list[Copy]:
         """Make room for new tokens at the end of sequences, and count them in; what must be copied before."""
-        self._check_entries(entries)
+        easy: list[tuple[Sequence, int]] = []  # what stays on a page that is the sequence's own
+        others: list[tuple[Sequence, int]] = []
+        for entry in entries:
+            sequence, count = entry
+            (easy if 0 <= count <= sequence.own_to - sequence.length else others).append(entry)
+        if len(dict(entries)) != len(entries):
+            raise LongmeshError("a step has the same sequence twice; give its new tokens in one entry")
+        copies: list[Copy] = []
+        if others:
+            self._make_room(others)
+            for sequence, count in others:
+                if count:
+                    self._extend(sequence, count, copies)
+        for sequence, count in easy:
+            sequence.length += count
+        return copies
+
+    def _make_room(self, entries: Listed[tuple[Sequence, int]]) -> None:
+        """Raise unless these entries are in order and there are pages for them."""
+        for sequence, count in entries:
+            self.check(sequence)
+            if count < 0:
+                raise LongmeshError(f"a step of {count} tokens; give 0 or more for each sequence")
         needed = self.needed(entries)
-        if self.moving is not None and any(
-            pages > ledger.num_free for pages, ledger in zip(needed, self.ledgers, strict=True)
-        ):
+        short = [n - ledger.num_free for n, ledger in zip(needed, self.ledgers, strict=True)]
+        if self.moving is not None and max(short) > 0:
             self.moving.cancel()  # copies are no reason to run out of pages
         self._check_room(needed)
-        copies: list[Copy] = []
-        for sequence, count in entries:
-            if count:
-                self._extend(sequence, count, copies)
-        return copies
 
     def needed(self, entries: Iterable[tuple[Sequence, int]]) -> list[int]:
         """How many free pages each rank must have for `extend`."""
@@ -176,48 +196,49 @@ class Book:
 
     def _extend(self, sequence: Sequence, count: int, copies: list[Copy]) -> None:
         placement, length = sequence.placement, sequence.length
-        page, width = placement.page, placement.width
-        if length % page and self._is_shared(sequence):
-            slot = length // page % width
-            rank, source = placement.ranks[slot], sequence.tables[slot].pop()
-            target = self.ledgers[rank].take(sequence.tables[slot][-1] if sequence.tables[slot] else None)
-            self.ledgers[rank].drop(source)
-            sequence.tables[slot].append(target)
-            copies.append(Copy(rank, source, target))
-            sequence.changed()
-        elif length % page and self.moving is not None:
-            slot = length // page % width
-            self.moving.forget(placement.ranks[slot], sequence.tables[slot][-1])
+        page, width, tables = placement.page, placement.width, sequence.tables
+        is_shared = length % page and self._is_shared(sequence)
         first, last = -(-length // page), -(-(length + count) // page)
+        if is_shared or first < last:
+            sequence.changed()
+        if length % page:
+            slot = length // page % width
+            rank, source = placement.ranks[slot], tables[slot][-1]
+            if is_shared:
+                tables[slot].pop()
+                target = self.ledgers[rank].take(tables[slot][-1] if tables[slot] else None)
+                self.ledgers[rank].drop(source)
+                tables[slot].append(target)
+                copies.append(Copy(rank, source, target))
+            else:
+                self._lose(rank, source)
         for number in range(first, last):
             slot = number % width
-            table = sequence.tables[slot]
+            table = tables[slot]
             table.append(self.ledgers[placement.ranks[slot]].take(table[-1] if table else None))
-        if first < last:
-            sequence.changed()
         sequence.length = length + count
+        slot = (last - 1) % width
+        sequence.last = (placement.ranks[slot], tables[slot][-1])
+        # A move that is under way must know of every write.
+        sequence.own_to = last * page if self.moving is None else -1
 
     def drop(self, rank: int, pages: Listed[int]) -> None:
         """One sequence less holds these pages."""
         for page in pages:
             if self.ledgers[rank].drop(page):
-                if self.moving is not None:
-                    self.moving.forget(rank, page)
-                if self.on_free is not None:
-                    self.on_free(rank, page)
+                self._lose(rank, page)
+
+    def _lose(self, rank: int, page: int) -> None:
+        """What the page held is gone, or about to be."""
+        if self.moving is not None:
+            self.moving.forget(rank, page)
+        if self.on_loss is not None:
+            self.on_loss(rank, page)
 
     def tell_moved(self, moved: Moved) -> None:
         """What lay on these pages lies on others now."""
         if self.on_move is not None:
             self.on_move(moved)
-
-    def _check_entries(self, entries: Listed[tuple[Sequence, int]]) -> None:
-        for sequence, count in entries:
-            self.check(sequence)
-            if count < 0:
-                raise LongmeshError(f"a step of {count} tokens; give 0 or more for each sequence")
-        if len({id(sequence) for sequence, _ in entries}) != len(entries):
-            raise LongmeshError("a step has the same sequence twice; give its new tokens in one entry")
 
     def _check_room(self, needed: Listed[int]) -> None:
         for rank, (pages, ledger) in enumerate(zip(needed, self.ledgers, strict=True)):

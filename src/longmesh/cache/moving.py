@@ -67,6 +67,8 @@ class Moving:
         self._book, self.placement = book, placement
         self._names = {sequence.name for sequence in family}
         self.staged: dict[Place, Place] = {}
+        for sequence in book.live.values():
+            sequence.own_to = -1  # so that the book sees every write
 
     def stage(self, sent: list[int], received: list[int]) -> tuple[list[Transfer], bool]:
         """The copies to make next, and whether all are made then. It is cancelled if a rank has no page left for them.
@@ -110,8 +112,7 @@ class Moving:
                 if place in moved or (rank, page) == place:
                     book.ledgers[rank].share(page)
                 moved[place] = (placement, rank, page)
-            sequence.placement, sequence.tables = placement, tables
-            sequence.changed()
+            sequence.lie(placement, tables, book.num_ranks)
         book.tell_moved(moved)
         for rank, page in old:
             book.drop(rank, [page])

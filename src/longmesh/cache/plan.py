@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Listed
 from functools import cached_property
+from itertools import accumulate
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
 
-from longmesh.cache.placement import Placement, Span
+from longmesh.cache.placement import Span
 from longmesh.cache.sequence import Sequence
 
 
@@ -54,27 +56,27 @@ class StepPlan:
 
     def __init__(self, sequences: Listed[tuple[Sequence, int]], num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.entries: list[Entry] = []
-        row = 0
-        for sequence, count in sequences:  # their lengths have the new tokens in them
-            self.entries.append(Entry(sequence, row, sequence.length - count, count))
-            row += count
-        self.num_rows = row
+        held = [sequence for sequence, _ in sequences]
+        self.counts = [count for _, count in sequences]
+        self.stops = [sequence.length for sequence in held]  # the new tokens are in them
+        ends = list(accumulate(self.counts))
+        starts = map(sub, self.stops, self.counts)
+        self.entries: list[Entry] = list(map(Entry, held, map(sub, ends, self.counts), starts, self.counts))
+        self.num_rows = ends[-1] if ends else 0
         self._shares: dict[int | None, Shares] = {}
 
     def writes(self, rank: int) -> list[Write]:
         """Where a rank puts which new tokens."""
         found: list[Write] = []
         for sequence, row, start, count in self.entries:
+            if count == 1:
+                of_rank, number = sequence.last
+                if of_rank == rank:
+                    found.append(Write(row, 1, number, start % sequence.placement.page))
+                continue
             placement = sequence.placement
             page, width = placement.page, placement.width
-            if count == 1:
-                number, offset = divmod(start, page)
-                slot = number % width
-                if placement.ranks[slot] == rank:
-                    found.append(Write(row, 1, sequence.tables[slot][number // width], offset))
-                continue
-            for number in range(start // page, -(-(start + count) // page)):
+            for number in range(start // page, -(-(start + count) // page)) if count else ():
                 slot = number % width
                 if placement.ranks[slot] == rank:
                     a, b = max(start, number * page), min(start + count, (number + 1) * page)
@@ -95,24 +97,74 @@ class Shares:
 
     def __init__(self, plan: StepPlan, window: int | None) -> None:
         self.plan, self.window = plan, window
-        self.takes_part = _takes_part(plan, window)
+        entries = plan.entries
+        self._hidden = [i for i, entry in enumerate(entries) if entry[0].hidden]
+        self._stops = np.array(plan.stops, dtype=np.int64)
+        self._starts = np.zeros(len(entries), dtype=np.int64)  # the first position that some query sees
+        if window is not None:
+            self._starts = np.maximum(0, self._stops - np.array(plan.counts, dtype=np.int64) - window + 1)
+        # (entries, ranks): the slot of each rank, far out where the sequence does not lie
+        slots = [entry[0].slots for entry in entries]
+        self._slots = (
+            np.concatenate(slots).reshape(len(slots), -1)
+            if slots
+            else np.zeros((0, plan.num_ranks), np.int64)
+        )
+        self._page = entries[0].sequence.placement.page if entries else 1
+        self._widths = np.array([len(entry[0].tables) for entry in entries], dtype=np.int64)
+        self.takes_part = self._find_parts()
+
+    def _find_parts(self) -> np.ndarray:
+        """(ranks, entries): whether a rank holds a key that some query of the entry sees."""
+        stops, counts = self._stops[:, None], self.plan.counts
+        if self.window is None:
+            found = stops > self._slots * self._page
+        else:
+            widths = self._widths[:, None]
+            seen, before = (self._local(self._slots, widths, at) for at in (stops, self._starts[:, None]))
+            found = (seen > before) & (self._slots < widths)
+        if 0 in counts:
+            found[np.array(counts) == 0] = False
+        for number in self._hidden:
+            entry = self.plan.entries[number]
+            for slot, rank in enumerate(entry.sequence.placement.ranks):
+                found[number, rank] = bool(entry.num_tokens and self._spans(number, slot))
+        return found.T
+
+    def _local(self, slots: np.ndarray, widths: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """`Placement.local` of many sequences."""
+        around, rest = np.divmod(lengths, widths * self._page)
+        return around * self._page + np.minimum(np.maximum(rest - slots * self._page, 0), self._page)
+
+    def _spans(self, number: int, slot: int) -> tuple[Span, ...]:
+        """Of a sequence that hides some of its tokens: the local tokens that are seen."""
+        entry = self.plan.entries[number]
+        spans = entry.sequence.visible(int(self._starts[number]), entry.stop)
+        return tuple(entry.sequence.placement.local_spans(slot, spans))
 
     def keys(self, rank: int) -> list[Keys]:
         """What a rank computes."""
-        found: list[Keys] = []
-        for number in np.flatnonzero(self.takes_part[rank]).tolist():
-            entry = self.plan.entries[number]
-            placement = entry.sequence.placement
-            slot = placement.ranks.index(rank)
-            spans = entry.sequence.visible(first_seen(entry, self.window), entry.stop)
-            found.append(Keys(entry, slot, tuple(placement.local_spans(slot, spans))))
-        return found
+        mine = np.flatnonzero(self.takes_part[rank])
+        slots, widths = self._slots[mine, rank], self._widths[mine]
+        stops = self._local(slots, widths, self._stops[mine]).tolist()
+        starts = [0] * len(stops)
+        if self.window is not None:
+            starts = self._local(slots, widths, self._starts[mine]).tolist()
+        numbers, slots = mine.tolist(), slots.tolist()
+        entries = self.plan.entries
+        spans: list[tuple[Span, ...]] = [(span,) for span in zip(starts, stops, strict=True)]
+        for i, number in enumerate(numbers) if self._hidden else ():
+            if number in self._hidden:
+                spans[i] = self._spans(number, slots[i])
+        return list(map(Keys, [entries[i] for i in numbers], slots, spans))
 
     @cached_property
     def num_rows(self) -> list[int]:
         """The rows that each rank computes and sends."""
-        counts = np.array([entry.num_tokens for entry in self.plan.entries], dtype=np.int64)
-        return (self.takes_part @ counts).tolist() if len(counts) else [0] * self.plan.num_ranks
+        counts = self.plan.counts
+        if counts.count(1) == len(counts):
+            return self.takes_part.sum(1).tolist()
+        return (self.takes_part @ np.array(counts, dtype=np.int64)).tolist()
 
     def rows(self, rank: int) -> np.ndarray:
         """The rows that a rank computes and sends, in order."""
@@ -122,35 +174,3 @@ class Shares:
             for i in np.flatnonzero(self.takes_part[rank])
         ]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-
-
-def first_seen(entry: Entry, window: int | None) -> int:
-    """The first position that some query of an entry sees."""
-    return 0 if window is None else max(0, entry.start - window + 1)
-
-
-def _takes_part(plan: StepPlan, window: int | None) -> np.ndarray:
-    """(ranks, entries): whether a rank holds a key that some query of the entry sees."""
-    found = np.zeros((plan.num_ranks, len(plan.entries)), dtype=bool)
-    groups: dict[Placement, list[int]] = {}
-    for number, (sequence, _, _, count) in enumerate(plan.entries):
-        if sequence.hidden:
-            entry = plan.entries[number]
-            spans = sequence.visible(first_seen(entry, window), entry.stop)
-            for slot, rank in enumerate(sequence.placement.ranks):
-                found[rank, number] = bool(count and sequence.placement.local_spans(slot, spans))
-        elif count:
-            groups.setdefault(sequence.placement, []).append(number)
-    for placement, numbers in groups.items():
-        stops = np.array([plan.entries[i].stop for i in numbers], dtype=np.int64)
-        starts = np.array([first_seen(plan.entries[i], window) for i in numbers], dtype=np.int64)
-        slots = np.arange(placement.width)[:, None]
-        seen = _local(placement, slots, stops) > _local(placement, slots, starts)
-        found[np.ix_(placement.ranks, numbers)] = seen
-    return found
-
-
-def _local(placement: Placement, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """`Placement.local` of many slots and lengths."""
-    around, rest = np.divmod(lengths, placement.width * placement.page)
-    return around * placement.page + np.clip(rest - slots * placement.page, 0, placement.page)

@@ -1,7 +1,7 @@
 """Finding pages that hold the beginning of a new sequence already, by hashes of their tokens. Pure.
 
 A page's hash is made of its tokens and of the hash of the page before it, so that equal hashes are equal beginnings.
-Only full pages of sequences that are alive are known; a page that is freed is forgotten.
+Only full pages of sequences that are alive are known; a page that is freed or written again is forgotten.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PrefixIndex:
         self._book = book
         self._pages: dict[bytes, tuple[Placement, int, int]] = {}  # placement, rank and page
         self._hashes: dict[tuple[int, int], bytes] = {}
-        book.on_free, book.on_move = self._forget, self._move
+        book.on_loss, book.on_move = self._forget, self._move
 
     def remember(self, sequence: Sequence, tokens: Listed[int]) -> None:
         """`tokens` are what the sequence holds; its full pages can be shared from now on."""

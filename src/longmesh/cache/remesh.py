@@ -98,8 +98,7 @@ def adopt(book: Book, remesh: Remesh) -> None:
                 remesh.ledgers[rank].share(page)
             held.add(place)
             owner[place] = placement
-        sequence.placement, sequence.tables = placement, tables
-        sequence.changed()
+        sequence.lie(placement, tables, len(remesh.ledgers))
     book.ledgers = remesh.ledgers
     book.tell_moved({place: (owner[place], *remesh.pages[place]) for place in owner})
 

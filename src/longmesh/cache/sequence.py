@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from longmesh.cache.placement import Placement, Span, without
+
+_NOWHERE = 1 << 40  # the slot of a rank that a sequence does not lie on
 
 
 @dataclass(eq=False)
@@ -13,7 +17,9 @@ class Sequence:
     """Made by a `PagePool` and changed by it alone. `tables[slot]` are the pages on ``placement.ranks[slot]``.
 
     `hidden`: spans of positions that no query sees, such as padding. `width`: over how many ranks it was asked to lie
-    (None: all). `by_cost`: the pool chose the width, and may choose a larger one later.
+    (None: all). `by_cost`: the pool chose the width, and may choose a larger one later. What every step needs is kept:
+    `slots`, the slot of each rank of the pool; `own_to`, up to where the last page is known to be this sequence's
+    alone; `last`, the rank and number of that page.
 
     >>> from longmesh.cache import PagePool
     >>> pool = PagePool(mesh, num_pages=4, page=2, layers=1, kv_heads=1, head_dim=8)
@@ -31,17 +37,28 @@ class Sequence:
     name: int = 0
     width: int | None = None
     by_cost: bool = False
+    own_to: int = 0
+    last: tuple[int, int] = (-1, -1)
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
     _runs: dict[int, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return self.length
+
+    def lie(self, placement: Placement, tables: list[list[int]], num_ranks: int) -> None:
+        """Lie on these pages from now on."""
+        self.placement, self.tables = placement, tables
+        self.slots = np.full(num_ranks, _NOWHERE, dtype=np.int64)
+        self.slots[list(placement.ranks)] = np.arange(placement.width)
+        self.changed()
 
     def visible(self, start: int, stop: int) -> list[Span]:
         """The positions from `start` up to `stop` that are not hidden, as spans."""
         return without((start, stop), self.hidden) if self.hidden else [(start, stop)] * (start < stop)
 
     def changed(self) -> None:
-        """Some table was changed."""
+        """Some table was changed, or shared: whose the last page is must be asked again."""
+        self.own_to = -1
         self._runs.clear()
 
     def runs(self, slot: int) -> list[tuple[int, int]]:
