@@ -1,9 +1,10 @@
 """Serving over a sharded KV cache: 2 ranks x 1 thread against one process x 2 threads, and what a step costs.
 
-    python benchmarks/serve.py [--part books|schemes|attention|generate] [--keys 32768] [--repeat 5]
+    python benchmarks/serve.py [--part books|schemes|attention|generate|prefill] [--keys 32768] [--repeat 5]
 
 Ratios are medians over repetitions, both sides in turn. `books` is arithmetic alone: planning, balance of a mixed trace
-of 200 requests, pages. `schemes` is bytes and collectives. `generate` is a Llama of 4 layers, 8 heads of 64.
+of 200 requests, pages. `schemes` is bytes and collectives. `generate` and `prefill` are a Llama of 4 layers, 8 heads
+of 64. Each part takes less than four minutes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from serve_generate import generate_rows, prefill_rows
 from serve_schemes import Row, scheme_rows
 
 from longmesh.cache import PagePool
@@ -28,7 +30,7 @@ from longmesh.comm import record_comm
 from longmesh.testing import RankPool, cpu_mesh
 
 SHAPES = ((8, 8, 64, "<= 1.10, stretch 1.0"), (32, 8, 128, "<= 0.5, stretch 0.38"))
-STEPS, NEW = 20, 8
+STEPS = 20
 
 
 # -- books ------------------------------------------------------------------------------------------
@@ -187,91 +189,6 @@ def attention_rows(keys: int, repeat: int) -> list[Row]:
     return rows
 
 
-# -- generate -------------------------------------------------------------------------------------------
-
-
-def make_model(implementation: str) -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=1000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=8, max_position_embeddings=1 << 20, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-
-
-def prompt_of(keys: int) -> torch.Tensor:
-    return torch.randint(1, 1000, (1, keys), generator=torch.Generator().manual_seed(0))
-
-
-@functools.cache
-def prefilled(keys: int) -> tuple[Any, Any, float]:
-    """The model, its cache over 2 ranks, and the seconds of the prefill."""
-    from longmesh import hf
-
-    hf.register()
-    model = make_model("longmesh")
-    torch.manual_seed(0)
-    cache = hf.ShardedCache(model.config, cpu_mesh(2))
-    start = time.perf_counter()
-    cache.prefill(model, prompt_of(keys)[:, :-1])
-    return model, cache, time.perf_counter() - start
-
-
-def prefill_s(keys: int) -> tuple[float, int]:
-    """Seconds of the prefill on 2 ranks, and the bytes of this rank's cache."""
-    _, cache, seconds = prefilled(keys)
-    return seconds, cache.num_bytes
-
-
-def ranks_token(keys: int) -> tuple[float, list[int]]:
-    model, cache, _ = prefilled(keys)
-    return token_s(model, cache, keys)
-
-
-def token_s(model: Any, cache: Any, keys: int) -> tuple[float, list[int]]:
-    """Seconds per token of generate(), and the tokens; the cache is as before."""
-    ids = prompt_of(keys)
-    start = time.perf_counter()
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
-    seconds = (time.perf_counter() - start) / NEW
-    cache.crop(keys - 1 - cache.get_seq_length())
-    return seconds, out[0, keys:].tolist()
-
-
-def generate_rows(keys: int, repeat: int) -> list[Row]:
-    from transformers import DynamicCache
-
-    with RankPool(2) as pool:
-        pool.run(dist.get_rank, ranks=2)
-        torch.set_num_threads(2)
-        model = make_model("sdpa")
-        cache = DynamicCache(config=model.config)
-        start = time.perf_counter()
-        with torch.no_grad():
-            model.get_decoder()(input_ids=prompt_of(keys)[:, :-1], past_key_values=cache, use_cache=True)
-        alone = time.perf_counter() - start
-        found = pool.run(prefill_s, keys, ranks=2, timeout=240.0)
-        pairs = []
-        for _ in range(repeat + 1):
-            ours = pool.run(ranks_token, keys, ranks=2, timeout=120.0)
-            theirs = token_s(model, cache, keys)
-            assert ours[0][1] == ours[1][1] == theirs[1], "other tokens than one process"
-            pairs.append((max(seconds for seconds, _ in ours), theirs[0]))
-    per_token = 2 * 4 * 8 * 64 * 4  # keys and values, layers, heads, head dim, bytes
-    ours, theirs = (statistics.median(side) * 1e3 for side in zip(*pairs[1:], strict=True))
-    prefill = max(seconds for seconds, _ in found)
-    return [
-        Row(f"generate / DynamicCache, {keys} keys, per token ({ours:.1f} / {theirs:.1f} ms)",
-            statistics.median(a / b for a, b in pairs[1:]), "<= 0.5, stretch 0.3"),
-        Row(f"prefill of {keys} / one process ({prefill:.1f} / {alone:.1f} s)", prefill / alone,
-            "<= 1.05, stretch 0.95"),
-        Row("cache bytes of a rank / (total / 2 + one page)",
-            max(held for _, held in found) / (per_token * (keys / 2 + 256)), "<= 1.02"),
-    ]  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -281,6 +198,7 @@ def main() -> None:
         "schemes": lambda: byte_rows(),
         "attention": lambda: attention_rows(options.keys, options.repeat),
         "generate": lambda: generate_rows(options.keys, options.repeat),
+        "prefill": lambda: prefill_rows(options.keys),
     }
     parser.add_argument("--part", choices=tuple(parts), help="default: all of them, one after another")
     parser.add_argument("--keys", type=int, default=32768)
