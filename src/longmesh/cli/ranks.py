@@ -35,7 +35,7 @@ from longmesh.debug.watching import TIMED_OUT, FileBoard
 from longmesh.debug.watching.status import RankStatus, catches
 
 LOOPBACK = "127.0.0.1"
-GRACEFUL_S = 2.0
+GRACEFUL_S = 1.0
 LOOK_S = 0.02
 
 

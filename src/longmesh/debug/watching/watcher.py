@@ -27,7 +27,7 @@ from .status import RankStatus
 
 THREAD_NAME = "longmesh watch"
 TIMED_OUT = 124  # what `timeout` of coreutils leaves with
-LONGEST_BEAT_S = 1.0
+LONGEST_BEAT_S = 0.5
 # A store whose host is stopped does not answer; one that is gone may have ended because of what its host told.
 SILENT_S, GONE_S = 2.0, 30.0
 # What a rank that looks into a wait writes on the board: others leave it to that one, and post their stacks.
@@ -97,7 +97,7 @@ class Watcher(threading.Thread):
 
     def stop(self) -> None:
         self._done.set()
-        self.join(timeout=2 * LONGEST_BEAT_S)
+        self.join(timeout=2.0)
 
     # -- the thread ----------------------------------------------------------------------------------
 
