@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError
@@ -165,6 +166,9 @@ def refusals(ranks: int) -> list[str]:
     q = torch.randn(1, 3, 1, 2, requires_grad=True)
     out = rp.linear_attention(q, q, q)
     text(lambda: torch.autograd.grad(out.sum(), q, create_graph=True))
+    short = rp.shard(x, 2).requires_grad_()
+    convolved = rp.causal_conv1d(short, torch.ones(1, 2))
+    text(lambda: torch.autograd.grad(convolved.sum(), short, create_graph=True))
     return texts
 
 
@@ -180,7 +184,22 @@ def test_what_cannot_be_right_is_refused(pool):
         "pass the sub-mesh",
         "give documents for each row",
         "without create_graph=True",
+        "a second derivative through a convolution",
     ]
     for texts in pool.run(refusals, 2, ranks=2):
         for text, part in zip(texts, wanted, strict=True):
             assert part in text
+
+
+def second_derivative(ranks: int) -> Tensor:
+    rp = RecurrentParallel(cpu_mesh(ranks), seq_len=5, documents=[2, 3])
+    part = rp.shard(torch.arange(1.0, 6.0).view(1, 5, 1), 1).requires_grad_()
+    (first,) = torch.autograd.grad((rp.token_shift(part) ** 3).sum(), part, create_graph=True)
+    (found,) = torch.autograd.grad(first.sum(), part)
+    return rp.unshard(found, 1).flatten()
+
+
+def test_a_second_derivative_of_the_shifted_tokens(pool):
+    wanted = torch.tensor([6.0, 0.0, 18.0, 24.0, 0.0])  # 6 x, where the next token is of the same document
+    for found in pool.run(second_derivative, 2, ranks=2):
+        torch.testing.assert_close(found, wanted)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from longmesh.comm import AxisGroup
 from longmesh.comm.halo import Rows, fetch_rows, return_rows
 from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain
+from longmesh.recurrent.kernel.convolution import convolve_tiles
 
 
 def convolve(
@@ -39,42 +41,34 @@ def convolve(
         raise LongmeshError(f"causal_conv1d(activation={activation!r}): give None, 'silu' or 'swish'")
     width, num_tokens = weight.shape[-1], x.shape[-1]
     padded = with_tokens_before(chain, x, width - 1, initial)
-    begun = documents_begun(chain, width - 1, x.device)
-    if num_tokens == 0:  # the weights still get their gradients, of zero
-        out = padded[..., :0] * weight[:, :1]
-        out = out if bias is None else out + bias[:, None]
-    elif causal_conv1d_fn is not None:
-        # Documents are known for channels that lie next to each other only.
-        given = padded if begun is None else padded.mT.contiguous().mT
-        numbers = None if begun is None else begun.to(torch.int32).expand(len(x), -1).contiguous()
-        return causal_conv1d_fn(given, weight, bias, seq_idx=numbers, activation=activation)[
-            ..., width - 1 :
-        ], _last(padded, begun, width)
-    elif begun is None:
-        out = torch.nn.functional.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.shape[0])
-    else:
-        out = x.new_zeros(x.shape) if bias is None else bias[:, None].expand_as(x)
-        for j in range(width):
-            tokens = slice(j, j + num_tokens)
-            same = (begun[:, tokens] == begun[:, width - 1 :]).to(x.dtype).unsqueeze(1)
-            out = out + weight[:, j, None] * (padded[..., tokens] * same)
-    return out if activation is None else torch.nn.functional.silu(out), _last(padded, begun, width)
+    starts = chain.plan.marks_before(chain.rank, width - 1)
+    last = _last(padded, starts, width)
+    if causal_conv1d_fn is None or num_tokens == 0:
+        return convolve_tiles(padded, weight, bias, activation is not None, starts), last
+    # Documents are known for channels that lie next to each other only.
+    given = padded if starts is None else padded.mT.contiguous().mT
+    begun = None if starts is None else _begun(starts, x.device).to(torch.int32)
+    numbers = None if begun is None else begun.expand(len(x), -1).contiguous()
+    out = causal_conv1d_fn(given, weight, bias, seq_idx=numbers, activation=activation)
+    return out[..., width - 1 :], last
 
 
-def _last(padded: Tensor, begun: Tensor | None, width: int) -> Tensor:
+def _last(padded: Tensor, starts: np.ndarray | None, width: int) -> Tensor:
     """The last width - 1 tokens, zeros before the document that ends here."""
     last = padded[..., padded.shape[-1] - (width - 1) :]
-    if begun is None or width == 1:
+    if starts is None or width == 1:
         return last
-    return last * (begun[:, -(width - 1) :] == begun[:, -1:]).to(padded.dtype).unsqueeze(1)
+    begun = _begun(starts[:, -(width - 1) :], padded.device)
+    return last * (begun == begun[:, -1:]).to(padded.dtype).unsqueeze(1)
 
 
 def shift(chain: Chain, x: Tensor) -> Tensor:
     """x (B, D, T): the token before each, zero where a document begins. Collective."""
     padded = with_tokens_before(chain, x, 1, None)[..., : x.shape[-1]]
-    begun = documents_begun(chain, 1, x.device)
-    if begun is None:
+    starts = chain.plan.marks_before(chain.rank, 1)
+    if starts is None:
         return padded
+    begun = _begun(starts, x.device)
     return padded * (begun[:, :-1] == begun[:, 1:]).to(x.dtype).unsqueeze(1)
 
 
@@ -90,10 +84,9 @@ def with_tokens_before(chain: Chain, x: Tensor, count: int, initial: Tensor | No
     return torch.cat([given, torch.nn.functional.pad(found, (missing - given.shape[-1], 0))], -1)
 
 
-def documents_begun(chain: Chain, count: int, device: torch.device) -> Tensor | None:
-    """(rows, count + tokens): how many documents have begun up to each token and the `count` before; None if none."""
-    marks = chain.plan.marks_before(chain.rank, count)
-    return None if marks is None else torch.from_numpy(marks.cumsum(axis=1)).to(device)
+def _begun(starts: np.ndarray, device: torch.device) -> Tensor:
+    """How many documents have begun up to each token."""
+    return torch.from_numpy(starts.cumsum(axis=1)).to(device)
 
 
 def _fetch(chain: Chain, x: Tensor, count: int) -> Tensor:
@@ -117,10 +110,17 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        have, need, group = ctx.rows
-        return (
-            return_rows(gradients[0].contiguous(), gradients[0].ndim - 1, have, need, group),
-            None,
-            None,
-            None,
-        )
+        return _HaloBack.apply(gradients[0], *ctx.rows), None, None, None
+
+
+class _HaloBack(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gradient: Tensor, have: Sequence[Rows], need: Sequence[Rows], group: AxisGroup
+    ) -> Tensor:
+        ctx.rows = (have, need, group)
+        return return_rows(gradient.contiguous(), gradient.ndim - 1, have, need, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _Halo.apply(gradients[0].contiguous(), *ctx.rows), None, None, None
