@@ -40,6 +40,7 @@ def describe(fault: Fault, outcome: Outcome) -> str:
     said = re.sub(r"(process \d+ )?on( host)? vm\S*", "on host h", said)
     said = re.sub(r"\S*/((?:src/longmesh|tests)/\S+)", r"\1", said)
     said = re.sub(r"/\S*/(checkpoint/)", r"\1", said).replace("|", "/")
+    said = re.sub(r"/tmp/\S+", "the directory", said).replace("(vm)", "(host h)")
     is_within = "yes" if after <= ALLOWED_S else "no"
     timed = ["goes on", ""] if outcome.code == 0 else [f"{after:.1f}", is_within]
     values = [outcome.code, f"{fault.limit:g}", *timed, said]
