@@ -280,15 +280,6 @@ def allow_unpickling(*types: Any) -> None:
     torch.serialization.add_safe_globals(list(types))
 
 
-def run_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo calls `function` while it traces instead of tracing it, and takes its result as a constant.
-
-    The mark that torch.compiler.assume_constant_result sets; that function would import the compiler now.
-    """
-    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
-
-
 def never_compile_alone(function: Callable[..., Any]) -> None:
     """Dynamo traces `function` where it is called by what it compiles, and never compiles it by itself."""
     eval_frame = "torch._C._dynamo.eval_frame"

@@ -15,7 +15,7 @@ import torch
 from longmesh.comm.transfer import Transfer, make_transfer
 from longmesh.plan import Step
 from longmesh.spec import Coordinate, Partial, Replicate
-from longmesh.spec.identity import identity_of
+from longmesh.spec.placement import identity_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ SVG is text that we write ourselves. PNG is drawn by matplotlib, which comes wit
 
 from __future__ import annotations
 
+import colorsys
 import importlib
 import os
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from longmesh.errors import LongmeshError
+
+_GOLDEN = 0.618033988749895
 
 _FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 
@@ -128,3 +131,16 @@ def _matplotlib(module: str) -> Any:
         raise LongmeshError(
             "a .png needs matplotlib: pip install 'longmesh[plot]', or write an .svg, which needs nothing"
         ) from error
+
+
+def piece_color(number: int) -> str:
+    """The colour of piece `number`, as `#rrggbb`: hues a golden angle apart, so neighbours differ."""
+    light = 0.72 if number % 2 == 0 else 0.6
+    rgb = colorsys.hls_to_rgb((0.58 + number * _GOLDEN) % 1.0, light, 0.62)
+    return "#" + "".join(f"{round(part * 255):02x}" for part in rgb)
+
+
+def text_color(background: str) -> str:
+    """Black or white, whichever reads better on `background`."""
+    red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from longmesh.debug.palette import piece_color, text_color
-from longmesh.debug.picture import Label, Picture, Rectangle
+from longmesh.debug.picture import Label, Picture, Rectangle, piece_color, text_color
 from longmesh.debug.shard_map import Interval, Panel, ShardMap, panels, span
 
 _MARGIN = 16.0

@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from longmesh.debug.palette import piece_color, text_color
+from longmesh.debug.picture import piece_color, text_color
 from longmesh.debug.shard_map import Panel, ShardMap, panels, span
 
 _AS_WIDE_AS_NEEDED = 100_000

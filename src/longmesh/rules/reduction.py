@@ -18,7 +18,7 @@ import torch
 
 from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, P, Rule, S, contiguous, line
 from longmesh.spec import Partial
-from longmesh.spec.identity import identity_of
+from longmesh.spec.placement import identity_of
 
 AVG, MIN, MAX, PRODUCT = Partial("avg"), Partial("min"), Partial("max"), Partial("product")
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from longmesh.errors import LongmeshError
 
 REDUCE_OPS = ("sum", "avg", "product", "min", "max")
@@ -131,3 +133,17 @@ class MaskPartial(Partial):
 
     def __str__(self) -> str:
         return "MaskP"
+
+
+def identity_of(reduce_op: str, dtype: torch.dtype) -> float | int | bool:
+    """The element that leaves a reduction unchanged: what a rank with nothing to add contributes."""
+    if reduce_op in ("sum", "avg"):
+        return 0
+    if reduce_op == "product":
+        return 1
+    if dtype is torch.bool:
+        return reduce_op == "min"
+    if dtype.is_floating_point:
+        return float("inf") if reduce_op == "min" else float("-inf")
+    limits = torch.iinfo(dtype)
+    return limits.max if reduce_op == "min" else limits.min

@@ -105,11 +105,6 @@ class OpPlan:
         """What this rank sends, exactly."""
         return sum(step.sent_bytes for step in self.steps)
 
-    @property
-    def senders(self) -> list[Step]:
-        """The steps that send something on some rank."""
-        return [step for step in self.steps if step.is_collective]
-
 
 def execute(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a plan on a call. Collective where the plan is."""

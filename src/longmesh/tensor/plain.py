@@ -33,16 +33,6 @@ taken_as_replicated: ContextVar[bool] = ContextVar("longmesh_taken_as_replicated
 in_attention: ContextVar[bool] = ContextVar("longmesh_in_attention", default=False)
 
 
-def share_mesh(tensors: list[torch.Tensor]) -> bool:
-    """Whether all are DTensors of one mesh, or plain scalars beside them."""
-    meshes = [t._tensor_layout.mesh for t in tensors if isinstance(t, DTensor)]
-    return (
-        len(meshes) > 0
-        and (len(meshes) == len(tensors) or all(isinstance(t, DTensor) or t.ndim == 0 for t in tensors))
-        and all(mesh is meshes[0] or mesh == meshes[0] for mesh in meshes)
-    )
-
-
 def first_mesh(args: Any, kwargs: Any) -> DeviceMesh:
     found: list[DeviceMesh] = []
     map_tensors(lambda t: found.append(t._mesh) if isinstance(t, DTensor) else None, (args, kwargs))

@@ -17,7 +17,7 @@ import torch
 from longmesh.attention import AttentionPlan
 from longmesh.comm import collectives, comm_of
 from longmesh.debug.charts import GREY, BarPart, Curve, can_draw, draw_bars, draw_curves
-from longmesh.debug.palette import piece_color
+from longmesh.debug.picture import piece_color
 from longmesh.debug.plan_picture import draw_plan
 from longmesh.errors import LongmeshError
 from longmesh.train.loop import RunRecord

@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention.engine.check import Gathered, Signature, check_call, raise_found, signature_of
-from longmesh.attention.engine.side import Side
-from longmesh.attention.engine.whole_queries import CutQueries
+from longmesh.attention.engine.side import CutQueries, Side
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.execute.driver import Task
 from longmesh.attention.execute.function import Attend, Call
@@ -39,7 +38,7 @@ from longmesh.attention.kernel.self_check import refused_kernels
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mods.captured import captured_tensors
-from longmesh.attention.mods.offset import at_offset
+from longmesh.attention.mods.pairwise import at_offset
 from longmesh.attention.plan.adapt import adapt_plan
 from longmesh.attention.plan.ahead import Planned, PlansAhead
 from longmesh.attention.plan.api import checked_mask, plan_attention

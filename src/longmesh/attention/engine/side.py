@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longmesh.attention.engine.check import Gathered, check_tokens
 from longmesh.attention.execute.function import Gather
@@ -102,3 +104,18 @@ class Side:
         for place, member in enumerate(members):
             order[owned.positions(member)] = place * most + np.arange(owned.counts[member])
         return torch.from_numpy(order).to(device), torch.from_numpy(owned.positions(self.rank)).to(device)
+
+
+class CutQueries(torch.autograd.Function):
+    """This rank's part of queries (B, H, tokens, D) that every rank has. The backward gathers their gradient: it is
+    collective, and every rank gets the whole of it."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, queries: Side) -> Tensor:
+        ctx.queries = queries
+        return queries.shard(q, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.queries.unshard(gradients[0].contiguous(), 2), None

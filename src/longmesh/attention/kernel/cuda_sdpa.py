@@ -19,8 +19,6 @@ from longmesh.attention.kernel.lower import Tiling
 from longmesh.attention.kernel.tiled import Shape, TiledKernel, refuses_scores
 
 _GPU = "the fused kernels on GPUs"
-_flash_forward = private_op("_flash_attention_forward", _GPU)
-_flash_backward = private_op("_flash_attention_backward", _GPU)
 _efficient_forward = private_op("_scaled_dot_product_efficient_attention", _GPU)
 _efficient_backward = private_op("_scaled_dot_product_efficient_attention_backward", _GPU)
 _cudnn_forward = private_op("_scaled_dot_product_cudnn_attention", _GPU)

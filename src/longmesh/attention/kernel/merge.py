@@ -56,12 +56,6 @@ def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     torch.logaddexp(lse, lse_b.to(lse.dtype), out=lse)
 
 
-def merge_partials_(state: Partial, other: Partial) -> Partial:
-    """Merges the whole of `other` into `state` in place, and returns `state`."""
-    merge_(state.out_BHSD, state.lse_BHS, other.out_BHSD, other.lse_BHS)
-    return state
-
-
 def apply_sinks(state: Partial, sinks_H: Tensor) -> Partial:
     """Adds one logit per head to every row's denominator (its value is 0). Once, after the last merge.
 

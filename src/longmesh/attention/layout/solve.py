@@ -11,12 +11,17 @@ sorts and exact areas: the same cut on every rank and in every run.
 
 import dataclasses
 
+import numpy as np
+
+from longmesh.attention.exchange.fragment import START, STOP, no_fragments
+from longmesh.attention.exchange.needs import Needs
 from longmesh.attention.layout.base import Layout, Ownership, Workload
 from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.fill import fill_ranks
 from longmesh.attention.layout.rebalance import rebalance
 from longmesh.attention.layout.spread import spread
-from longmesh.attention.layout.traffic import busiest_and_received
+from longmesh.attention.mask.slices import K0, K1, area
+from longmesh.attention.plan.schedule import WHO, remote_queries, rows_by_rank
 
 EVEN = 1.02  # the busiest rank's area over the mean that still passes for even
 DEAR_QUERY = 2.0  # from this cost of a query in keys on, less is computed away from home
@@ -42,7 +47,19 @@ class Solve(Layout):
         cuts = [rebalance(work.slices, cut, work.query_cost, work.keys) for cut in cuts]
 
         def rating(cut: Ownership) -> tuple[float, float]:
-            busiest, received = busiest_and_received(work.slices, cut, work.query_cost, work.keys)
+            busiest, received = _busiest_and_received(work.slices, cut, work.query_cost, work.keys)
             return max(busiest, EVEN), received
 
         return min(cuts, key=rating)
+
+
+def _busiest_and_received(
+    slices: np.ndarray, owned: Ownership, query_cost: float, key_owned: Ownership | None = None
+) -> tuple[float, float]:
+    """What a cut costs: (area of the busiest rank over the mean, tokens that a sparse exchange brings to all ranks)."""
+    rows = rows_by_rank(slices, owned)
+    load = np.bincount(rows[:, WHO], weights=area(rows), minlength=owned.num_ranks)
+    keys = int(Needs.of(rows[:, WHO], rows[:, K0], rows[:, K1], key_owned or owned).remote_tokens.sum())
+    queries = remote_queries(rows, owned) if owned.moved else no_fragments()
+    received = keys + query_cost * int((queries[:, STOP] - queries[:, START]).sum())
+    return float(load.max() / max(load.mean(), 1e-9)), received

@@ -14,10 +14,9 @@ import dataclasses
 
 import numpy as np
 
-from longmesh.attention.mask.base import Mask
+from longmesh.attention.mask.base import Mask, whole_number
 from longmesh.attention.mask.block import UNBOUNDED
 from longmesh.attention.mask.slices import make_slices
-from longmesh.attention.mask.whole_number import whole_number
 from longmesh.errors import LongmeshError
 
 

@@ -10,6 +10,7 @@ mask are disjoint, elementwise ones included.
 
 import abc
 import dataclasses
+import operator
 from typing import Any, Literal
 
 import numpy as np
@@ -171,3 +172,11 @@ class Either(Pair):
 
     def __str__(self) -> str:
         return f"({self.left} | {self.right})"
+
+
+def whole_number(what: str, value: object) -> int:
+    """The value as an int, if it is an integer of any kind; `what` names it in the error."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise LongmeshError(f"{what} must be a whole number, given {value!r}") from None

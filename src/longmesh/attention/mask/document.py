@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from longmesh.attention.mask.band import causal
-from longmesh.attention.mask.base import Mask
+from longmesh.attention.mask.base import Mask, whole_number
 from longmesh.attention.mask.paired_documents import PairedDocuments
 from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, shift, tighten
-from longmesh.attention.mask.whole_number import whole_number
 from longmesh.errors import LongmeshError
 
 

@@ -18,9 +18,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from longmesh.attention.mask.base import Mask
+from longmesh.attention.mask.base import Mask, whole_number
 from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, UNBOUNDED, make_slices
-from longmesh.attention.mask.whole_number import whole_number
 from longmesh.attention.mods.captured import captured_state
 from longmesh.attention.mods.pairwise import apply_mask_mod
 from longmesh.errors import LongmeshError

@@ -11,10 +11,13 @@ gather.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+Mod = TypeVar("Mod", bound=Callable[..., Any] | None)
 
 
 class _ScalarIndexing(TorchFunctionMode):
@@ -53,3 +56,16 @@ def apply_mask_mod(mask_mod: Callable, at: tuple[Tensor, ...]) -> Tensor:
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
     return mask
+
+
+def at_offset(mod: Mod, q_offset: int) -> Mod:
+    """A score_mod or mask_mod that is given query numbers, and asks `mod` at their positions."""
+    if mod is None or q_offset == 0:
+        return mod
+    asked = mod
+
+    def at_position(*args: Any) -> Any:
+        *before, q_idx, kv_idx = args
+        return asked(*before, q_idx + q_offset, kv_idx)
+
+    return at_position  # type: ignore[return-value]

@@ -24,8 +24,7 @@ from longmesh.attention.layout.solve import Solve
 from longmesh.attention.layout.zigzag import Zigzag
 from longmesh.attention.mask.axes import Axes, axes_of
 from longmesh.attention.mask.band import causal
-from longmesh.attention.mask.base import Mask
-from longmesh.attention.mask.whole_number import whole_number
+from longmesh.attention.mask.base import Mask, whole_number
 from longmesh.attention.plan.attention_plan import AttentionPlan, PassedOver, RowPlan
 from longmesh.attention.plan.cut import Asked, Cuts, cut_both, slices_in
 from longmesh.attention.plan.head_sizes import HeadSizes

@@ -15,7 +15,7 @@ import torch
 from longmesh._torch import OpOverload, schema_of
 from longmesh.rules.window import Slide, window_size
 from longmesh.spec import Layout
-from longmesh.spec.identity import identity_of
+from longmesh.spec.placement import identity_of
 from longmesh.tensor.autograd import gradient_layout
 from longmesh.tensor.dispatch import Family
 from longmesh.tensor.ops.halo import Border, borders_of, fetch, fetched_shape, padded, send_home

@@ -15,7 +15,7 @@ import torch
 from longmesh._torch import OpOverload, schema_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial
-from longmesh.spec.identity import identity_of
+from longmesh.spec.placement import identity_of
 from longmesh.tensor import distributions
 from longmesh.tensor.autograd import gradient_layout
 from longmesh.tensor.dispatch import Family

@@ -23,7 +23,6 @@ from longmesh.testing.device.counts import tell_op
 from longmesh.testing.device.group import is_fake_world, run_collective
 from longmesh.testing.device.register import DEVICE
 
-_aten = torch.ops.aten
 _TAKE_CPU = ("copy_", "_to_copy", "index", "index_put_", "index_put", "_index_put_impl_")
 
 
