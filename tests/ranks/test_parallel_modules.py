@@ -22,7 +22,7 @@ from longmesh.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from longmesh.parallel.modules import CutLinear
+from longmesh.parallel.modules import ParallelLinear
 from longmesh.testing import cpu_mesh
 
 
@@ -128,7 +128,7 @@ def under_modes():
     plain(x).sum().backward()
     torch.testing.assert_close(ours, x.grad)
     twin = copy.deepcopy(styled)
-    assert type(twin[0]) is CutLinear and twin[0].weight is not styled[0].weight
+    assert type(twin[0]) is ParallelLinear and twin[0].weight is not styled[0].weight
     torch.testing.assert_close(twin(x), styled(x))
     twin.load_state_dict(styled.state_dict())
     assert list(twin.state_dict()) == list(plain.state_dict())
@@ -242,7 +242,7 @@ def tied():
 
 def test_tied_weights_stay_tied(pool):
     assert pool.run(tied, ranks=2)[1] == (
-        "CutEmbedding.weight and CutLinear.weight were one parameter and the plan shards it in two ways, "
+        "ParallelEmbedding.weight and ParallelLinear.weight were one parameter and the plan shards it in two ways, "
         "(Shard(dim=1),) and (Shard(dim=0),); choose styles that shard it alike (RowwiseParallel of an Embedding and "
         "ColwiseParallel of a Linear shard dim 0), or untie them"
     )
@@ -287,7 +287,10 @@ def test_mistakes(pool):
             "ColwiseParallel of Linear: the input lies on DeviceMesh((1, 2), 'cpu', stride=((), 1)) and the module on "
             "DeviceMesh((2,), 'cpu', stride=(1,)); bring them onto one mesh"
         ),
-        "RowwiseParallel can't take CutLinear '0': a style was applied to it already; name a module once in a plan",
+        (
+            "RowwiseParallel can't take ParallelLinear '0': a style was applied to it already; name a module once in a "
+            "plan"
+        ),
         (
             "PrepareModuleInput of the Echo itself: input: 2 values and 1 layouts (Shard(dim=0),); give one per value, "
             "None for those to leave as they are"

@@ -1,6 +1,6 @@
 """Hand one rank's whole tensor out to a mesh, with bounded memory.
 
-Cutting axes come first, so what travels shrinks as it goes: along each of them the ranks that have
+Sharded axes come first, so what travels shrinks as it goes: along each of them the ranks that have
 the data send every other rank of the axis its piece, one piece in memory at a time. Then
 replicated axes broadcast what is left.
 """
@@ -22,27 +22,27 @@ def scatter_tensor(tensor: torch.Tensor, layout: Layout, comm: MeshComm, *, sour
     Collective over the mesh. `layout` has no Partial; on every rank `tensor` has the global shape.
     """
     shape = tuple(tensor.shape)
-    order = cutting_order(layout)
+    order = sharding_order(layout)
     rest = [a for a in range(layout.mesh.ndim) if a not in order]
     local = tensor.detach()
-    cut = Layout.replicated(layout.mesh)
+    reached = Layout.replicated(layout.mesh)
     waiting = [*order, *rest]
     for axis in order:
         waiting.remove(axis)
-        after = cut.with_placement(axis, layout.placements[axis])
+        after = reached.with_placement(axis, layout.placements[axis])
         if all(comm.coordinate[a] == source for a in waiting):
-            local = _scatter_axis(local, cut, after, shape, axis, comm, source)
-        cut = after
+            local = _scatter_axis(local, reached, after, shape, axis, comm, source)
+        reached = after
     for axis in rest:
         waiting.remove(axis)
         if comm.shape.sizes[axis] > 1 and all(comm.coordinate[a] == source for a in waiting):
-            local = _broadcast_axis(local, cut, shape, axis, comm, source)
+            local = _broadcast_axis(local, reached, shape, axis, comm, source)
     return (
         local.clone(memory_format=torch.contiguous_format) if local.data_ptr() == tensor.data_ptr() else local
     )
 
 
-def cutting_order(layout: Layout) -> list[int]:
+def sharding_order(layout: Layout) -> list[int]:
     """The sharding axes, each after those that shard its dim before it."""
     return [axis for _, axes in layout.shard_order for axis in axes]
 

@@ -34,8 +34,8 @@ from longmesh.tensor.tensor_layout import tensor_layout
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def is_cut_by_classes(logits: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether these are logits for `cut_cross_entropy`: sharded by classes, nothing pending, targets are indices."""
+def is_sharded_by_classes(logits: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether logits are sharded by classes, with nothing pending, and targets are indices."""
     return (
         isinstance(logits, DTensor)
         and logits.ndim > 0
@@ -47,7 +47,7 @@ def is_cut_by_classes(logits: torch.Tensor, target: torch.Tensor) -> bool:
     )
 
 
-def cut_cross_entropy(
+def sharded_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None,

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from longmesh.parallel.cross_entropy import cut_cross_entropy, is_cut_by_classes
+from longmesh.parallel.cross_entropy import is_sharded_by_classes, sharded_cross_entropy
 
 
 @contextlib.contextmanager
@@ -31,9 +31,9 @@ def loss_parallel() -> Iterator[None]:
 
     >>> _ = torch.manual_seed(0)
     >>> scores, target = torch.randn(3, 7), torch.tensor([1, 6, 0])
-    >>> cut = distribute_tensor(scores, mesh, [Shard(1)])
+    >>> sharded = distribute_tensor(scores, mesh, [Shard(1)])
     >>> with loss_parallel():
-    ...     loss = F.cross_entropy(cut, target)
+    ...     loss = F.cross_entropy(sharded, target)
     >>> torch.allclose(loss.full_tensor(), F.cross_entropy(scores, target))
     True
     """
@@ -65,8 +65,8 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    if size_average is None and reduce is None and is_cut_by_classes(input, target):
-        return cut_cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
+    if size_average is None and reduce is None and is_sharded_by_classes(input, target):
+        return sharded_cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
     return F.cross_entropy(
         input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
     )

@@ -44,14 +44,14 @@ class Styled(nn.Module):
         return self.step.run(input, *parameters, *options)
 
 
-class CutLinear(Styled, nn.Linear):
+class ParallelLinear(Styled, nn.Linear):
     """A Linear whose weight is sharded over the ranks of a mesh axis."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.run(input, (self.weight, self.bias))
 
 
-class CutEmbedding(Styled, nn.Embedding):
+class ParallelEmbedding(Styled, nn.Embedding):
     """An Embedding whose table is sharded over the ranks of a mesh axis."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -59,31 +59,31 @@ class CutEmbedding(Styled, nn.Embedding):
         return self.run(input, (self.weight,), *options)
 
 
-class CutLayerNorm(Styled, nn.LayerNorm):
+class ParallelLayerNorm(Styled, nn.LayerNorm):
     """A LayerNorm with whole parameters, of a sequence that is cut over the ranks of a mesh axis."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.run(input, (self.weight, self.bias), tuple(self.normalized_shape), self.eps)
 
 
-class CutRMSNorm(Styled, nn.RMSNorm):
+class ParallelRMSNorm(Styled, nn.RMSNorm):
     """An RMSNorm with a whole weight, of a sequence that is cut over the ranks of a mesh axis."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(x, (self.weight,), tuple(self.normalized_shape), self.eps)
 
 
-CUT: dict[type[nn.Module], type[Styled]] = {
-    nn.Linear: CutLinear,
-    nn.Embedding: CutEmbedding,
-    nn.LayerNorm: CutLayerNorm,
-    nn.RMSNorm: CutRMSNorm,
+PARALLEL: dict[type[nn.Module], type[Styled]] = {
+    nn.Linear: ParallelLinear,
+    nn.Embedding: ParallelEmbedding,
+    nn.LayerNorm: ParallelLayerNorm,
+    nn.RMSNorm: ParallelRMSNorm,
 }
 
 
 def give_step(module: nn.Module, step: Step) -> None:
     """Make `module`, of exactly one of the plain classes, the one above for it."""
-    module.__class__ = CUT[type(module)]
+    module.__class__ = PARALLEL[type(module)]
     module.__dict__["step"] = step
     module.__dict__["by_ops"] = Traceable(step.run_by_ops)
 

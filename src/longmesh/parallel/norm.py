@@ -1,4 +1,4 @@
-"""Norms of a cut sequence: every rank normalises its own rows, a LayerNorm as one step of autograd.
+"""Norms of a sequence that is cut over ranks: every rank normalises its own rows, a LayerNorm as one step of autograd.
 
 The parameters are whole on every rank; each rank's rows give a term of their gradients, which are pending sums.
 """
@@ -122,14 +122,14 @@ class _FusedLayerNorm(torch.autograd.Function):
     ) -> torch.Tensor:
         mesh = step.mesh
         given, came = receive(x, mesh, step.sequence, None, step.argument)
-        cut = layout_on(MeshShape.of(mesh), step.sequence, x.ndim, step.argument)
-        local = move_local(given, came.layout, cut, came.shape, comm_of(mesh))
+        own_layout = layout_on(MeshShape.of(mesh), step.sequence, x.ndim, step.argument)
+        local = move_local(given, came.layout, own_layout, came.shape, comm_of(mesh))
         scale = None if weight is None else current_part(weight)
         shift = None if bias is None else current_part(bias)
         out, mean, rstd = aten.native_layer_norm(local, normalized, scale, shift, eps)
         ctx.save_for_backward(x, weight, bias, local, mean, rstd)
-        ctx.step, ctx.came, ctx.cut, ctx.normalized, ctx.eps = step, came, cut, normalized, eps
-        return deliver(out, mesh, cut, cut, came.shape, as_local=step.local_output)
+        ctx.step, ctx.came, ctx.own_layout, ctx.normalized, ctx.eps = step, came, own_layout, normalized, eps
+        return deliver(out, mesh, own_layout, own_layout, came.shape, as_local=step.local_output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -145,16 +145,16 @@ class _FusedLayerNorm(torch.autograd.Function):
             return *made, None, None, None
         scale, shift = (None if p is None else p._local_tensor for p in (weight, bias))
         shape = ctx.came.shape
-        mine = take_gradient(grad, ctx.cut, ctx.cut, shape, comm_of(step.mesh))
+        mine = take_gradient(grad, ctx.own_layout, ctx.own_layout, shape, comm_of(step.mesh))
         needs = list(ctx.needs_input_grad[:3])
         dx, *terms = aten.native_layer_norm_backward(
             mine, local, ctx.normalized, mean, rstd, scale, shift, needs
         )
-        pending = layout_on(ctx.cut.mesh, Partial(), len(ctx.normalized), step.argument)
+        pending = layout_on(ctx.own_layout.mesh, Partial(), len(ctx.normalized), step.argument)
         stride = contiguous_stride(ctx.normalized)
         parameters = [
             DTensor(t, step.mesh, pending, ctx.normalized, stride) if needed else None
             for t, needed in zip(terms, needs[1:], strict=True)
         ]
-        given = ctx.came.give_back(dx, ctx.cut, ctx.cut, step.mesh) if needs[0] else None
+        given = ctx.came.give_back(dx, ctx.own_layout, ctx.own_layout, step.mesh) if needs[0] else None
         return given, *parameters, None, None, None

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.parallel.embedding import EmbeddingStep
 from longmesh.parallel.linear import LinearStep
-from longmesh.parallel.modules import CUT, check_unstyled, give_step, hook
+from longmesh.parallel.modules import PARALLEL, check_unstyled, give_step, hook
 from longmesh.parallel.style import (
     ParallelStyle,
     arrange,
@@ -78,7 +78,7 @@ class ShardedStyle(ParallelStyle):
                 argument,
             )
         distribute_parameter(module, "weight", device_mesh, step.weight_placement, self.src_data_rank)
-        if type(module) in CUT:
+        if type(module) in PARALLEL:
             give_step(module, step)
         else:
             replicate_buffers(module, device_mesh, self.src_data_rank)

@@ -76,7 +76,7 @@ def check_module(
     if not isinstance(module, kinds):
         allowed = " and ".join(f"nn.{kind.__name__}" for kind in kinds)
         raise LongmeshError(
-            f"{type(style).__name__} can't take {describe_module(name, module)}: it cuts {allowed}; name one of its "
+            f"{type(style).__name__} can't take {describe_module(name, module)}: it shards {allowed}; name one of its "
             "submodules in the plan, or write a ParallelStyle of your own"
         )
 

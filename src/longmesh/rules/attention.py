@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from longmesh.rules.pointwise import cut_of
+from longmesh.rules.pointwise import shard_of
 from longmesh.rules.rule import AxisRule, LocalView, Meta, OpCall, OutMeta, P, R, Rule, S, contiguous, line
 from longmesh.spec import Partial, Placement
 
@@ -31,7 +31,7 @@ def _lines(call: OpCall, outputs: Callable[[int], list[Placement]]) -> list[Axis
         inputs: list[Placement] = []
         for meta in call.tensors:
             if mask is not None and meta.index == mask.index:
-                inputs.append(cut_of(meta, dim, 4))
+                inputs.append(shard_of(meta, dim, 4))
             else:
                 inputs.append(R if dim == _ROW and meta.index in (key.index, value.index) else S(dim))
         even = ((query.index, _HEAD), (key.index, _HEAD)) if dim == _HEAD and not shared else ()

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from longmesh.rules.pointwise import cut_of
+from longmesh.rules.pointwise import shard_of
 from longmesh.rules.rule import AxisRule, Meta, OpCall, P, R, Rule, S, line
 from longmesh.spec import Partial, Placement
 
 _BATCH, _HEAD = 0, 1
 # Tensors of (batch, heads, ...); what else an op has (seeds, lengths of packed sequences) is the same everywhere.
-_CUT = ("query", "key", "value", "grad_out", "grad_out_", "out", "logsumexp")
+_SHARDED = ("query", "key", "value", "grad_out", "grad_out_", "out", "logsumexp")
 
 
 def forward_lines(call: OpCall) -> list[AxisRule]:
@@ -30,7 +30,7 @@ def backward_lines(call: OpCall) -> list[AxisRule]:
     def outputs(dim: int) -> list[Placement]:
         grads: list[Placement] = [S(dim)] * 3
         if len(call.outputs) == 4:
-            own = cut_of(call["attn_bias"], dim, 4)
+            own = shard_of(call["attn_bias"], dim, 4)
             grads.append(P if own == R else own)
         return grads
 
@@ -52,7 +52,9 @@ def _lines(call: OpCall, outputs: Callable[[int], list[Placement]]) -> list[Axis
         inputs: list[Placement] = []
         for meta in call.tensors:
             name = names[meta.index]
-            inputs.append(S(dim) if name in _CUT else cut_of(meta, dim, 4) if name == "attn_bias" else R)
+            inputs.append(
+                S(dim) if name in _SHARDED else shard_of(meta, dim, 4) if name == "attn_bias" else R
+            )
         shared = query.shape[_HEAD] == key.shape[_HEAD]
         even = () if dim == _BATCH or shared else ((query.index, _HEAD), (key.index, _HEAD))
         lines.append(line(inputs, outputs(dim), even=even))

@@ -72,12 +72,12 @@ def backward_lines(call: OpCall) -> list[AxisRule]:
         ]
     else:
         even, count = _whole_groups(call), call["groups"]
-        cut = entry(
+        sharded = entry(
             [S(1), S(1), S(0)], [S(1), S(0), S(0)], even=((0, 1, even[2]), (1, 1, even[0]), (2, 0, even[1]))
         )
         if call.tensors[1].shape[1] == count == call.tensors[0].shape[1]:
-            cut = entry([S(1), S(1), S(0)], [S(1), S(0), S(0)])
-        lines.append(cut)
+            sharded = entry([S(1), S(1), S(0)], [S(1), S(0), S(0)])
+        lines.append(sharded)
     for p in (P, AVG):
         lines += [entry([p, R, R], [p, p, p]), entry([R, p, R], [R, p, R]), entry([R, R, p], [p, R, R])]
     return lines

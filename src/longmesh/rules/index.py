@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from longmesh.rules.lookup import check_range, own_part
-from longmesh.rules.pointwise import cut_of
+from longmesh.rules.pointwise import shard_of
 from longmesh.rules.rule import AxisRule, LocalView, Meta, OpCall, OutMeta, P, R, Rule, S, contiguous, line
 from longmesh.rules.view import LINEAR, PENDING, kept, no_lines, other_dims
 
@@ -130,7 +130,7 @@ def index_lines(call: OpCall) -> list[AxisRule]:
     lines = [line([S(d), *whole], S(where.output_dim(d))) for d in where.rest]
     for k, size in enumerate(where.batch):
         if size != 1:
-            lines.append(line([R, *(cut_of(m, k, len(where.batch)) for m in metas)], S(where.start + k)))
+            lines.append(line([R, *(shard_of(m, k, len(where.batch)) for m in metas)], S(where.start + k)))
     lines += [line([S(d), *whole], P) for d in where.dims]
     return lines + [line([p, *whole], p) for p in PENDING]
 
@@ -143,20 +143,20 @@ def index_meta(call: OpCall) -> tuple[OutMeta, ...]:
 def _index_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     shape, offsets, lengths = call.tensors[0].shape, view.input_offsets[0], view.input_shapes[0]
     where = Indexing(call["indices"], len(shape))
-    cut = [d for d in where.dims if lengths[d] != shape[d]]
-    if not cut:
+    sharded = [d for d in where.dims if lengths[d] != shape[d]]
+    if not sharded:
         return None
 
     def index(local: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
         mine, foreign = list(indices), None
-        for d in cut:
+        for d in sharded:
             given = indices[d]
             assert given is not None
             check_range(given, shape[d], d, negative=True)
             mine[d], mask = own_part(torch.where(given < 0, given + shape[d], given), offsets[d], lengths[d])
             foreign = mask if foreign is None else foreign | mask
         assert foreign is not None
-        if any(lengths[d] == 0 for d in cut):
+        if any(lengths[d] == 0 for d in sharded):
             return local.new_zeros(view.output_shapes[0])
         trailing = len(where.rest) - where.start
         found = torch.ops.aten.index.Tensor(local, mine)

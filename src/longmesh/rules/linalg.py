@@ -26,8 +26,8 @@ def fft_lines(call: OpCall) -> list[AxisRule]:
 def cross_lines(call: OpCall) -> list[AxisRule]:
     """A pointwise op but along the dim of the vectors; linear in each operand."""
     dim = call["dim"] % len(call.outputs[0].shape)
-    cuts = [entry for entry in shard_lines(call) if entry.outputs[0] != Shard(dim)]
-    return [*cuts, *pending_lines(call, 0), *pending_lines(call, 1)]
+    sharded = [entry for entry in shard_lines(call) if entry.outputs[0] != Shard(dim)]
+    return [*sharded, *pending_lines(call, 0), *pending_lines(call, 1)]
 
 
 def geqrf_meta(call: OpCall) -> tuple[OutMeta, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from longmesh.rules.nll import NLL, NLL_BACKWARD
-from longmesh.rules.pointwise import broadcast_shape, cut_of, elementwise_meta
+from longmesh.rules.pointwise import broadcast_shape, elementwise_meta, shard_of
 from longmesh.rules.rule import (
     AxisRule,
     LocalView,
@@ -43,7 +43,7 @@ def pointwise_lines(call: OpCall) -> list[AxisRule]:
     lines: list[AxisRule] = []
     for dim, size in enumerate(shape):
         if size != 1:
-            inputs = [cut_of(meta, dim, len(shape)) for meta in call.tensors]
+            inputs = [shard_of(meta, dim, len(shape)) for meta in call.tensors]
             lines.append(line(inputs, S(dim) if call.outputs[0].shape == shape else P))
     return lines
 

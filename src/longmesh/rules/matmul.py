@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from longmesh.rules.pointwise import AVG, broadcast, cut_of
+from longmesh.rules.pointwise import AVG, broadcast, shard_of
 from longmesh.rules.rule import (
     AxisRule,
     LocalView,
@@ -36,8 +36,8 @@ def product_lines(operands: list[str], result: str) -> list[tuple[list[Placement
     """What an axis may do to the operands of a product, and what the result then is. "." is a dim that stays whole."""
     lines: list[tuple[list[Placement], Partial | Shard]] = []
     for letter in dict.fromkeys("".join(operands).replace(".", "")):
-        cut: list[Placement] = [S(o.index(letter)) if letter in o else R for o in operands]
-        lines.append((cut, S(result.index(letter)) if letter in result else P))
+        sharded: list[Placement] = [S(o.index(letter)) if letter in o else R for o in operands]
+        lines.append((sharded, S(result.index(letter)) if letter in result else P))
     for pending in (P, AVG):
         for i in range(len(operands)):
             lines.append(([pending if j == i else R for j in range(len(operands))], pending))
@@ -74,8 +74,8 @@ def added_rule(equation: str) -> Rule:
             else:
                 dim = output.dim
                 own = dim - (ndim - added.ndim)
-                is_cut = own >= 0 and added.shape[own] == call.outputs[0].shape[dim]
-                lines.append(line([S(own) if is_cut else R, *inputs], output))
+                is_sharded = own >= 0 and added.shape[own] == call.outputs[0].shape[dim]
+                lines.append(line([S(own) if is_sharded else R, *inputs], output))
         return lines
 
     def out_meta(call: OpCall) -> tuple[OutMeta, ...]:
@@ -112,8 +112,8 @@ def linear_lines(call: OpCall) -> list[AxisRule]:
     for inputs, output in products:
         is_pending = isinstance(output, Partial)
         is_split = inputs[1] == S(weight.ndim - 1) and x.shape[-1]
-        is_cut = inputs[1] == S(0) and weight.ndim == 2 and call.tensors[2].shape == weight.shape[:1]
-        bias = R if is_split else output if is_pending else S(0) if is_cut else R
+        is_sharded = inputs[1] == S(0) and weight.ndim == 2 and call.tensors[2].shape == weight.shape[:1]
+        bias = R if is_split else output if is_pending else S(0) if is_sharded else R
         lines.append(line([*inputs, bias], output))
     return lines
 
@@ -159,7 +159,7 @@ def distance_lines(call: OpCall) -> list[AxisRule]:
     """_cdist_forward(x1, x2): rows of either, and batch dims that both have."""
     x1, x2 = call.tensors
     ndim = len(call.outputs[0].shape)
-    lines = [line([cut_of(x1, d, ndim), cut_of(x2, d, ndim)], S(d)) for d in range(ndim - 2)]
+    lines = [line([shard_of(x1, d, ndim), shard_of(x2, d, ndim)], S(d)) for d in range(ndim - 2)]
     return [*lines, line([S(x1.ndim - 2), R], S(ndim - 2)), line([R, S(x2.ndim - 2)], S(ndim - 1))]
 
 
@@ -169,7 +169,7 @@ def distance_backward_lines(call: OpCall) -> list[AxisRule]:
     ndim = grad.ndim
     rows, columns = S(ndim - 2), S(ndim - 1)
     return [
-        *(line([S(d), cut_of(x1, d, ndim), cut_of(x2, d, ndim), S(d)], S(d)) for d in range(ndim - 2)),
+        *(line([S(d), shard_of(x1, d, ndim), shard_of(x2, d, ndim), S(d)], S(d)) for d in range(ndim - 2)),
         line([rows, S(x1.ndim - 2), R, rows], rows),
         line([columns, R, S(x2.ndim - 2), columns], P),
         *(line([p, R, R, R], p) for p in (P, AVG)),

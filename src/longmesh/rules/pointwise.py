@@ -62,7 +62,7 @@ def broadcast(shapes: Sequence[Shape]) -> Shape:
     return tuple(result)
 
 
-def cut_of(meta: Meta, dim: int, ndim: int) -> Placement:
+def shard_of(meta: Meta, dim: int, ndim: int) -> Placement:
     """How an operand lies on an axis that shards dim `dim` of a broadcast result of `ndim` dims."""
     own = dim - (ndim - meta.ndim)
     return R if own < 0 or meta.shape[own] == 1 else S(own)
@@ -75,7 +75,7 @@ def shard_lines(call: OpCall) -> list[AxisRule]:
     if len(call.tensors) == 1:  # nothing broadcasts: a dim of size 1 is as any other
         return [line([S(dim)], (S(dim),) * len(call.outputs)) for dim in range(ndim)]
     return [
-        line([cut_of(meta, dim, ndim) for meta in call.tensors], (S(dim),) * len(call.outputs))
+        line([shard_of(meta, dim, ndim) for meta in call.tensors], (S(dim),) * len(call.outputs))
         for dim, size in enumerate(shape)
         if size != 1
     ]

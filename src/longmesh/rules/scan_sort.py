@@ -39,7 +39,7 @@ def same_shape(call: OpCall) -> tuple[OutMeta, ...]:
 
 
 def search_lines(call: OpCall) -> list[AxisRule]:
-    """searchsorted: values of any cut in a replicated sequence, or rows of both cut alike."""
+    """searchsorted: sharded values in a replicated sequence, or rows of both sharded alike."""
     sequence: Meta = call["sorted_sequence"]
     values = call["self"]
     if not isinstance(values, Meta):

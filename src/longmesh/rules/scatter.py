@@ -14,7 +14,7 @@ import torch
 
 from longmesh.rules.index import Indexing
 from longmesh.rules.lookup import check_range
-from longmesh.rules.pointwise import broadcast, cut_of
+from longmesh.rules.pointwise import broadcast, shard_of
 from longmesh.rules.rule import (
     AxisRule,
     LocalView,
@@ -162,7 +162,7 @@ def index_put_lines(call: OpCall) -> list[AxisRule]:
     ndim = len(where.batch) + len(where.rest)
     whole = [R] * len(indices)
     lines = [
-        line([S(d), *whole, cut_of(values, where.output_dim(d), ndim)], S(d))
+        line([S(d), *whole, shard_of(values, where.output_dim(d), ndim)], S(d))
         for d in where.rest
         if tensor.shape[d] != 1 or values.ndim + where.output_dim(d) < ndim
     ]
@@ -171,15 +171,15 @@ def index_put_lines(call: OpCall) -> list[AxisRule]:
     if call["accumulate"]:
         for k, size in enumerate(where.batch):
             if size != 1:
-                cuts = [cut_of(m, k, len(where.batch)) for m in indices]
-                lines.append(line([P, *cuts, cut_of(values, where.start + k, ndim)], P))
+                sharded = [shard_of(m, k, len(where.batch)) for m in indices]
+                lines.append(line([P, *sharded, shard_of(values, where.start + k, ndim)], P))
     return lines
 
 
 def _index_put_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     shape, offsets, lengths = call.tensors[0].shape, view.input_offsets[0], view.input_shapes[0]
-    cut = [d for d in Indexing(call["indices"], len(shape)).dims if lengths[d] != shape[d]]
-    if not cut:
+    sharded = [d for d in Indexing(call["indices"], len(shape)).dims if lengths[d] != shape[d]]
+    if not sharded:
         return None
 
     def put(
@@ -190,14 +190,14 @@ def _index_put_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | No
         *_: Any,
     ) -> torch.Tensor:
         mine, target = list(indices), local
-        for d in cut:
+        for d in sharded:
             given = indices[d]
             assert given is not None
             check_range(given, shape[d], d, negative=True)
             mine[d] = own_or_spare(torch.where(given < 0, given + shape[d], given), offsets[d], lengths[d])
             target = with_spare_slot(target, d)
         result = torch.ops.aten.index_put.default(target, mine, values, accumulate)
-        for d in cut:
+        for d in sharded:
             result = result.narrow(d, 0, lengths[d])
         return result.contiguous()
 

@@ -36,8 +36,8 @@ def softmax_lines(call: OpCall) -> list[AxisRule]:
 def softmax_backward_lines(call: OpCall) -> list[AxisRule]:
     """Linear in the gradient."""
     dim = call.dim()
-    cuts = [line([S(d), S(d)], S(d)) for d in range(call.tensors[0].ndim) if d != dim]
-    return [*cuts, line([P, R], P)]
+    sharded = [line([S(d), S(d)], S(d)) for d in range(call.tensors[0].ndim) if d != dim]
+    return [*sharded, line([P, R], P)]
 
 
 def same_shape(call: OpCall) -> tuple[OutMeta, ...]:

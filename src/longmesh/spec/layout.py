@@ -2,8 +2,8 @@
 
 A layout is a mesh shape, one placement per axis, and a shard order. It is interned (equal means
 identical, hashed by identity) and holds no tensor sizes, so it keys the per-op caches and is the
-context of `__tensor_flatten__`. It prints as one token per axis, a dim that several axes cut once,
-with those axes in cutting order: `S(0)[1,0]R` on three axes.
+context of `__tensor_flatten__`. It prints as one token per axis; a dim that several axes shard is
+printed once, with those axes in order, the outermost first: `S(0)[1,0]R` on three axes.
 """
 
 from __future__ import annotations

@@ -132,12 +132,12 @@ def test_a_module_that_a_style_cannot_take():
     style = Named()
     plan = {"layers.0": style, "layers.0.norm": ColwiseParallel()}
     assert error_of(parallelize_module, model(), MESH, plan) == (
-        "ColwiseParallel can't take LayerNorm 'layers.0.norm': it cuts nn.Linear and nn.Embedding; name one of its "
+        "ColwiseParallel can't take LayerNorm 'layers.0.norm': it shards nn.Linear and nn.Embedding; name one of its "
         "submodules in the plan, or write a ParallelStyle of your own"
     )
     assert style.seen == []  # found before the first style was applied
     assert error_of(parallelize_module, nn.GELU(), MESH, RowwiseParallel()).startswith(
-        "RowwiseParallel can't take the GELU itself: it cuts"
+        "RowwiseParallel can't take the GELU itself: it shards"
     )
 
 
