@@ -1,11 +1,11 @@
-"""Arithmetic without torch's dispatcher: where nothing above a DTensor would see the op, its plan runs at once.
+"""The direct path: an operator runs its known plan at once, without asking torch.
 
-    x + y      no gradient, no mode, no transform, no autocast  ->  the plan of add.Tensor on the local parts
-               otherwise, and for a call whose like was not seen  ->  torch, which comes back through `dispatch`
-    x.mul_(y)  the same where gradients are off, as in an optimizer's step
+    x + y   torch:  parse, autograd keys, __torch_dispatch__, plan, local call, wrap
+            here:   plan, local call, wrap
 
-Entering `__torch_dispatch__` and handing the result back costs more than adding two small tensors. No views: they share
-their base's version counter, which torch alone can set up.
+Taken only where nobody would notice: no input needs a gradient, no mode, transform or autocast is active, and the plan
+was made before (by torch's way) and is a plain local call. Going through torch and handing the result back costs more
+than adding two small tensors. No views: they share their base's version counter, which torch alone can set up.
 """
 
 from __future__ import annotations
@@ -20,77 +20,155 @@ from longmesh._torch import (
     dispatch_mode_count,
     function_mode_count,
     functorch_level,
+    increment_version,
     is_any_autocast_enabled,
 )
+from longmesh.tensor.dispatch import dispatch
+from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.op_key import describe, describe_named
+from longmesh.tensor.op_plan import OpPlan, wrap
+
+aten = torch.ops.aten
 
 Method = Callable[..., Any]
 
+_is_grad_enabled = torch.is_grad_enabled
 
-def no_active_modes() -> bool:
-    """Whether nobody stands between the user and the op: no mode, transform or autocast."""
-    return not (
-        dispatch_mode_count()
+
+def _run(plan: Any, *parts: Any) -> DTensor | None:
+    """The result of a known plain plan; None where it is another one, or somebody would see the op."""
+    if (
+        type(plan) is not OpPlan
+        or plan.quick.known is None
+        or dispatch_mode_count()
         or function_mode_count()
         or is_any_autocast_enabled()
         or functorch_level() is not None
-    )
+    ):
+        return None
+    return wrap(plan.plain(*parts), plan.quick)  # pyright: ignore[reportOptionalCall]
 
 
-def binary(op: OpOverload, by_torch: Method) -> Method:
+def _binary(op: OpOverload, by_torch: Method) -> Method:
     """The method of an operator on two DTensors, or on one and a number."""
+    tables, number = dispatch.tables, id(op)
 
     def method(self: Any, other: Any) -> Any:
         kind = type(other)
-        if kind is type(self):
-            if torch.is_grad_enabled() and (self.requires_grad or other.requires_grad):
+        own = self._tensor_layout
+        if kind is DTensor:
+            if _is_grad_enabled() and (self.requires_grad or other.requires_grad):
                 return by_torch(self, other)
-            key, part = (self._tensor_layout, other._tensor_layout), other._local_tensor
+            seen, part = other._tensor_layout, other._local_tensor
         elif kind is float or kind is int:
-            if torch.is_grad_enabled() and self.requires_grad:
+            if _is_grad_enabled() and self.requires_grad:
                 return by_torch(self, other)
-            key, part = (
-                (self._tensor_layout, float if kind is float else other),
-                other,
-            )  # as `describe` has numbers
+            seen, part = float if kind is float else other, other  # as `describe` has numbers
         else:
             return by_torch(self, other)
-        result = self._run_known(op, key, (self._local_tensor, part))
+        result = _run(own.plans.get((tables.get(number), own, seen)), self._local_tensor, part)
         return by_torch(self, other) if result is None else result
 
     return method
 
 
-def matmul(self: Any, other: Any) -> Any:
+def _matmul(self: Any, other: Any) -> Any:
     """`self @ other` of two matrices."""
-    if (
-        type(other) is not type(self)
-        or not self.ndim == other.ndim == 2
-        or (torch.is_grad_enabled() and (self.requires_grad or other.requires_grad))
-    ):
-        return torch.Tensor.matmul(self, other)
-    key, parts = (self._tensor_layout, other._tensor_layout), (self._local_tensor, other._local_tensor)
-    result = self._run_known(torch.ops.aten.mm.default, key, parts)
-    return torch.Tensor.matmul(self, other) if result is None else result
+    if type(other) is DTensor and not (_is_grad_enabled() and (self.requires_grad or other.requires_grad)):
+        own, seen = self._tensor_layout, other._tensor_layout
+        plan = own.plans.get((dispatch.tables.get(_MM), own, seen))  # only matrices have one
+        result = _run(plan, self._local_tensor, other._local_tensor)
+        if result is not None:
+            return result
+    return torch.Tensor.matmul(self, other)
 
 
-def unary(op: OpOverload, by_torch: Method) -> Method:
+_MM = id(aten.mm.default)
+
+
+def _unary(op: OpOverload, by_torch: Method) -> Method:
     """The method of an op on one DTensor."""
+    tables, number = dispatch.tables, id(op)
 
     def method(self: Any) -> Any:
-        if torch.is_grad_enabled() and self.requires_grad:
+        if _is_grad_enabled() and self.requires_grad:
             return by_torch(self)
-        result = self._run_known(op, (self._tensor_layout,), (self._local_tensor,))
+        result = _run(self._tensor_layout.plans.get((tables.get(number), ())), self._local_tensor)
         return by_torch(self) if result is None else result
 
     return method
 
 
-def in_place(op: OpOverload, by_torch: Method) -> Method:
-    """The method of an op that writes to the DTensor it is called on."""
+def _reduction(op: OpOverload, by_torch: Method) -> Method:
+    """The method of a reduction over one dim, which may keep it."""
+    tables, number = dispatch.tables, id(op)
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled() or not self._write_known(op, (self, *args), options):
+        if args and type(args[0]) is int and not options and not (_is_grad_enabled() and self.requires_grad):
+            dim, *rest = args
+            if not rest or type(rest[0]) is bool:
+                plan = self._tensor_layout.plans.get((tables.get(number), (dim,), (*rest,)))
+                result = _run(plan, self._local_tensor, dim, *rest)
+                if result is not None:
+                    return result
+        return by_torch(self, *args, **options)
+
+    return method
+
+
+def _in_place(op: OpOverload, by_torch: Method) -> Method:
+    """The method of an op that writes to the DTensor it is called on."""
+    number = id(op)
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        if _is_grad_enabled() or not _write(number, (self, *args), options):
             return by_torch(self, *args, **options)
         return self
 
     return method
+
+
+def _write(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Do as `_run` for an op that writes to its first argument; False where it was not done."""
+    table = dispatch.tables.get(number)
+    if (
+        table is None
+        or dispatch_mode_count()
+        or function_mode_count()
+        or is_any_autocast_enabled()
+        or functorch_level() is not None
+        or torch.is_inference_mode_enabled()
+    ):
+        return False
+    parts: list[Any] = [table]
+    local_args = [describe(value, parts, table.reads_floats) for value in args]
+    local_kwargs = describe_named(kwargs, parts, table.reads_floats) if kwargs else {}
+    try:
+        plan = args[0]._tensor_layout.plans.get(tuple(parts))
+    except TypeError:  # symbolic sizes don't hash
+        return False
+    if type(plan) is not OpPlan or plan.plain is None or plan.written != 0:
+        return False
+    plan.plain(*local_args, **local_kwargs)
+    increment_version(args[:1])
+    return True
+
+
+METHODS: dict[str, Method] = {
+    "__add__": _binary(aten.add.Tensor, torch.Tensor.__add__),
+    "__radd__": _binary(aten.add.Tensor, torch.Tensor.__add__),
+    "__mul__": _binary(aten.mul.Tensor, torch.Tensor.__mul__),
+    "__rmul__": _binary(aten.mul.Tensor, torch.Tensor.__mul__),
+    "__sub__": _binary(aten.sub.Tensor, torch.Tensor.__sub__),
+    "__truediv__": _binary(aten.div.Tensor, torch.Tensor.__truediv__),
+    "__matmul__": _matmul,
+    "sqrt": _unary(aten.sqrt.default, torch.Tensor.sqrt),
+    "sum": _reduction(aten.sum.dim_IntList, torch.Tensor.sum),
+    "mean": _reduction(aten.mean.dim, torch.Tensor.mean),
+    # What optimizers write with.
+    "add_": _in_place(aten.add_.Tensor, torch.Tensor.add_),
+    "mul_": _in_place(aten.mul_.Tensor, torch.Tensor.mul_),
+    "lerp_": _in_place(aten.lerp_.Scalar, torch.Tensor.lerp_),
+    "addcmul_": _in_place(aten.addcmul_.default, torch.Tensor.addcmul_),
+    "addcdiv_": _in_place(aten.addcdiv_.default, torch.Tensor.addcdiv_),
+}

@@ -10,7 +10,8 @@ how the parts make up the whole. Names and defaults are those of torch.distribut
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,6 @@ from longmesh.spec import (
     ShardOrder,
     TensorMeta,
 )
-from longmesh.tensor import direct
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.foreign import refuse_fsdp, refuse_transformed
 from longmesh.tensor.mask_buffer import PendingLookup
@@ -135,10 +135,11 @@ class DTensor(torch.Tensor):
         if functorch_level() is not None and is_transformed(local_tensor):
             refuse_transformed("from_local")
         given = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
-        options = (shape, stride, grad_placements, shard_order)
-        if not run_check and options == (None,) * 4 and not local_tensor.requires_grad:
+        has_options = not (shape is stride is grad_placements is shard_order is None)
+        if not has_options and not run_check and not local_tensor.requires_grad:
             return _of_equal_parts(local_tensor, mesh, given)
         if run_check:
+            options = (shape, stride, grad_placements, shard_order)
             autograd.agree_on_local(local_tensor, mesh, given, *options)
         ndim = local_tensor.ndim
         layout = Layout(mesh, normalize_placements(given, ndim, "from_local"), shard_order)
@@ -215,34 +216,15 @@ class DTensor(torch.Tensor):
 
     def view(self, *size: Any, **kwargs: Any) -> torch.Tensor:
         """As torch's, on the same local memory: an error where the layout can't be kept; reshape() moves data."""
-        dims = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
         held = self._tensor_layout
-        if held.layout.shard_dims and not held.is_symbolic and set(map(type, dims)) == {int}:
-            check_view(held.layout, held.shape, dims)
+        if held.layout.shard_dims and not held.is_symbolic:
+            dims = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+            for dim in dims:
+                if type(dim) is not int:
+                    break
+            else:
+                check_view(held.layout, held.shape, dims)
         return _view(self, *size, **kwargs)
-
-    # -- arithmetic, straight to the plan where nobody would see the op --------------------------
-
-    __add__ = __radd__ = direct.binary(aten.add.Tensor, torch.Tensor.__add__)
-    __mul__ = __rmul__ = direct.binary(aten.mul.Tensor, torch.Tensor.__mul__)
-    __sub__ = direct.binary(aten.sub.Tensor, torch.Tensor.__sub__)
-    __truediv__ = direct.binary(aten.div.Tensor, torch.Tensor.__truediv__)
-    __matmul__ = direct.matmul
-    sqrt = direct.unary(aten.sqrt.default, torch.Tensor.sqrt)
-    # What optimizers write with.
-    add_ = direct.in_place(aten.add_.Tensor, torch.Tensor.add_)
-    mul_ = direct.in_place(aten.mul_.Tensor, torch.Tensor.mul_)
-    lerp_ = direct.in_place(aten.lerp_.Scalar, torch.Tensor.lerp_)
-    addcmul_ = direct.in_place(aten.addcmul_.default, torch.Tensor.addcmul_)
-    addcdiv_ = direct.in_place(aten.addcdiv_.default, torch.Tensor.addcdiv_)
-
-    @staticmethod
-    def _run_known(op: Any, key: tuple[Any, ...], parts: tuple[Any, ...]) -> DTensor | None:
-        return dispatching.dispatch.run_known(op, key, parts)
-
-    @staticmethod
-    def _write_known(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return dispatching.dispatch.write_known(op, args, kwargs)
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -364,27 +346,35 @@ def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Pla
     """from_local's common case."""
     stride = None if local.is_contiguous() else local.stride()
     of_parts = autograd.held_of_parts
-    if any(type(size) is not int for size in local.shape):  # symbolic sizes don't hash
-        of_parts = autograd.make_of_parts
+    for size in local.shape:
+        if type(size) is not int:  # symbolic sizes don't hash
+            of_parts = autograd.make_of_parts
     held = of_parts(comm_anywhere(mesh), placements, local.shape, stride, local.dtype)
     return wrap(local.detach() if held.comm.is_member else local.new_empty(0), held)
 
 
 def wrap(local: torch.Tensor, held: TensorLayout) -> DTensor:
-    """The DTensor whose part here is `local`. Positional arguments: this is every op's last step."""
-    kind = Factor if held.is_sharded_inside else DTensor
-    result = make_wrapper(
-        kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided, local.device
-    )  # fmt: skip
+    """The DTensor whose part here is `local`: every op's last step."""
+    result = (held.make or _maker(held))(local.device)
     result._local_tensor = local
     result._tensor_layout = held
     return result
 
 
+def _maker(held: TensorLayout) -> Callable[[torch.device], Any]:
+    kind = Factor if held.is_sharded_inside else DTensor
+    given = (kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided)  # as torch has them
+    held.make = functools.partial(make_wrapper, *given)
+    return held.make
+
+
 # The class and what works on it need each other: they come when the class is there.
 import longmesh.tensor.autograd as autograd  # noqa: E402
 import longmesh.tensor.copying as copying  # noqa: E402
+import longmesh.tensor.direct as direct  # noqa: E402
 import longmesh.tensor.dispatch as dispatching  # noqa: E402
 import longmesh.tensor.functions as functions  # noqa: E402
 
 DTensor.__torch_dispatch__ = dispatching.dispatch.from_torch  # pyright: ignore[reportAttributeAccessIssue]
+for name, method in direct.METHODS.items():
+    setattr(DTensor, name, method)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +136,7 @@ _BOUND = frozenset(
     (
         "_log_softmax", "_softmax", "abs", "add.Tensor", "add_.Tensor", "addcdiv_", "addcmul_", "addmm", "amax", "bmm",
         "cat", "clone", "copy_", "cos", "detach", "div.Tensor", "div_.Tensor", "exp", "expand", "gelu", "lerp_.Scalar",
-        "linear", "log", "matmul", "mm", "mul.Tensor", "mul_.Tensor", "native_layer_norm", "neg", "ones_like", "relu",
+        "linear", "log", "matmul", "mean.dim", "mm", "mul.Tensor", "mul_.Tensor", "native_layer_norm", "neg", "ones_like", "relu",
         "rsqrt", "sigmoid", "sin", "sqrt", "sub.Tensor", "sum", "sum.dim_IntList", "t", "tanh", "transpose.int",
         "view", "zeros_like",
     )
@@ -149,9 +149,16 @@ def quick_call(func: OpOverload) -> Callable[..., Any]:
     name = rule_name(func).removesuffix(".default")
     if name not in _BOUND and not name.startswith("_foreach_"):
         return op_function(func)
+    if name == "view":
+        return _view
     name = name.partition(".")[0]
     places = (torch, torch.nn.functional, torch.Tensor)
     return next((getattr(place, name) for place in places if hasattr(place, name)), op_function(func))
+
+
+def _view(part: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """Sizes one by one are cheaper to hand over than a list."""
+    return part.view(*size) if size else part.view(size)
 
 
 def returns_one_tensor(func: OpOverload) -> bool:

@@ -1,39 +1,120 @@
-"""What a plan depends on, as a key: how each tensor is held, and the values of the other arguments.
+"""What an op's plan depends on, as a key: how each tensor is laid out, and the values of the other arguments.
 
-add.Tensor(x, y)        (held of x, held of y)
-sum.dim_IntList(x, [1]) (held of x, list, 1, 1)
-mul.Tensor(x, 2.5)      (held of x, float), as for any float: the plan of a pointwise op does not look at it
+    add.Tensor(x, y)        (add, layout of x, layout of y)
+    mul.Tensor(x, 2.5)      (mul, layout of x, float), as for any float: the plan of a pointwise op does not read it
+    _softmax(x, 1, False)   (softmax, (1, False)): of an op on one tensor, whose plans its layout holds, the values
+    sum.dim_IntList(x, [1]) (sum, (1,), ())
+
+The op stands in it as its OpTable: when a rule changes, all tables are made anew, and no old key is found again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from longmesh._torch import OpOverload, increment_version, schema_of
 from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.op_facts import is_pointwise
+from longmesh.tensor.tensor_layout import TensorLayout
+
+# What a plan depends on beyond the key, hashable; asked before anything else.
+Note = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 # Stands in a key for a plain tensor that is no scalar.
 PLAIN = object()
 # Of these the value says all: no two of them that differ are equal.
-_VALUES = frozenset((int, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device))
+VALUE_TYPES = frozenset((int, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device))
+
+# Forms of a key: any arguments; one tensor and values that hash; one tensor, a list of integers and such values.
+GENERAL, VALUES, SIZES = range(3)
+_HASHED = frozenset(("int", "SymInt", "bool", "str", "float", "Device"))
+
+
+class OpTable:
+    """What is known of one op. `reads_floats`: whether its plans depend on the values of floats. `written_lists`: the
+    places of lists that it writes to."""
+
+    __slots__ = ("form", "func", "note", "reads_floats", "writes", "written_lists")
+
+    def __init__(self, func: OpOverload, note: Note | None) -> None:
+        schema = schema_of(func)
+        self.func = func
+        self.note = note
+        self.reads_floats = not is_pointwise(func)
+        self.form = _form(schema, self.reads_floats)
+        self.writes = schema.is_mutable
+        self.written_lists = tuple(
+            [
+                place
+                for place, argument in enumerate(schema.arguments)
+                if argument.alias_info is not None
+                and argument.alias_info.is_write
+                and str(argument.type).startswith("List")
+            ]
+        )
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """The key of a call; None where it has symbolic sizes, which don't hash."""
+        if kwargs or self.form == GENERAL:
+            key = (self, *exact_key(args, kwargs, self.reads_floats))
+        else:
+            key = (self, args[1:]) if self.form == VALUES else self.key_of_sizes(args)
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def key_of_sizes(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The key of one tensor, a list of integers (None: not given) and values."""
+        return (self, *args[1:]) if len(args) == 1 or args[1] is None else (self, tuple(args[1]), args[2:])
+
+    def count_writes(self, lead: TensorLayout, args: tuple[Any, ...]) -> None:
+        """Count the writes that torch does not: in inference mode, and of subclasses in lists of tensors."""
+        if torch.is_inference_mode_enabled():
+            lead.comm.num_writes += 1
+        for place in self.written_lists:
+            if place < len(args):
+                increment_version(args[place])
+
+
+def _form(schema: Any, reads_floats: bool) -> int:
+    """What the key of an op may be made of. Where an argument has one type, its value needs no type beside it, though
+    1, 1.0 and True are equal."""
+    kinds = [str(a.type) for a in schema.arguments if not a.kwarg_only]
+    kinds = [
+        kind.removeprefix("Optional[").removesuffix("]") if "List" not in kind else kind for kind in kinds
+    ]
+    hashed = _HASHED if reads_floats else _HASHED - {"float"}
+    if kinds[:1] != ["Tensor"]:
+        return GENERAL
+    if all(kind in hashed for kind in kinds[1:]):
+        return VALUES
+    is_sizes = kinds[1] in ("List[int]", "Optional[List[int]]") and all(kind in hashed for kind in kinds[2:])
+    return SIZES if is_sizes else GENERAL
 
 
 def describe(value: Any, parts: list[Any], reads_floats: bool = True) -> Any:
-    """Append to `parts` what a plan depends on: how a tensor is held, the value of anything else. Returns the value
+    """Append to `parts` what a plan depends on: how a tensor is laid out, the value of anything else. Returns the value
     with each DTensor's local part in its place."""
     kind = type(value)
-    if kind in _VALUES:
+    if kind in VALUE_TYPES:
         parts.append(value)
         return value
-    if isinstance(value, DTensor):
-        parts.append(value._tensor_layout)
-        return value._local_tensor
     if kind is list or kind is tuple:
         parts.append(list)
         parts.append(len(value))
         head = value[0] if value else None
         first = type(head)
+        if first is DTensor:
+            try:
+                parts += [v._tensor_layout for v in value]
+                return [v._local_tensor for v in value]
+            except AttributeError:  # a plain tensor among them
+                pass
         if first is int:  # sizes, dims: all of them integers, or symbols that don't hash
             parts += value
             return value
@@ -46,13 +127,10 @@ def describe(value: Any, parts: list[Any], reads_floats: bool = True) -> Any:
             if reads_floats:
                 parts += value
             return value
-        if isinstance(head, DTensor):
-            try:
-                parts += [v._tensor_layout for v in value]
-                return [v._local_tensor for v in value]
-            except AttributeError:  # a plain tensor among them
-                pass
         return [describe(v, parts, reads_floats) for v in value]
+    if isinstance(value, DTensor):
+        parts.append(value._tensor_layout)
+        return value._local_tensor
     if kind is float:
         parts.append(float)
         if reads_floats:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ class Output:
 
     No shape: data decides it, and the result is whole on every rank. No stride: as the local result's dims are in
     memory. `shares`: the input whose pending lookup this is, too; `is_alias`: on the same memory. `known`: filled in
-    when the dtype is first seen.
+    when the dtype is first seen, if it says all.
     """
 
     __slots__ = ("is_alias", "known", "layout", "mesh", "shape", "shares", "slot", "stride")
@@ -54,6 +54,11 @@ class Output:
         self.shares = shares
         self.is_alias = is_alias
         self.known: TensorLayout | None = None
+
+
+# In the place of a result that is not one new tensor: it has no layout that could be known.
+_SEVERAL: Output = object.__new__(Output)
+_SEVERAL.known = None
 
 
 class Given(NamedTuple):
@@ -82,7 +87,8 @@ class OpPlan:
     nothing but that call on the inputs as they are: the one case that the dispatcher writes out. `written`: the
     argument that an in-place op returns; `replaces`: its local tensor is replaced (t_, squeeze_). `is_view`: of a view
     op, `is_copy` if its result does not share the input's memory. `needs_values`: not while tensors are traced.
-    `after`: called with the result.
+    `after`: called with the result. `quick`: the result of a plain plan that is one new tensor; once its layout is
+    known, wrapping is all that is left to do.
     """
 
     steps: tuple[Step, ...]
@@ -99,6 +105,11 @@ class OpPlan:
     needs_values: bool = False
     after: Callable[[Any], None] | None = None
     how: str = "rule"
+    quick: Output = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_quick = self.plain is not None and self.written is None and not (self.is_view and self.is_copy)
+        object.__setattr__(self, "quick", self.single if is_quick and self.single is not None else _SEVERAL)
 
     @property
     def sent_bytes(self) -> int:
@@ -133,6 +144,8 @@ def finish(plan: OpPlan, local: Any, func: OpOverload, args: tuple[Any, ...], kw
     """What an op returns, from what its only local call returned."""
     if plan.written is not None:
         return args[plan.written]
+    if not plan.is_view:
+        return wrap_all(local, plan.outputs) if plan.single is None else wrap(local, plan.single)
     with _wrapping(plan, args):
         result = wrap_all(local, plan.outputs) if plan.single is None else wrap(local, plan.single)
     return _finish_view(plan, result, func, args, kwargs)
@@ -190,16 +203,21 @@ def _fill(value: Any, frame: Frame) -> Any:
 
 def wrap(local: Any, output: Output) -> DTensor:
     """A DTensor around a local result."""
+    known = output.known
+    if known is not None and known.dtype is local.dtype:
+        result = known.make(local.device)  # pyright: ignore[reportOptionalCall]
+        result._local_tensor = local
+        result._tensor_layout = known
+        return result
     mask = None
     if type(local) is Masked:
         local, mask = local
-    dtype = local.dtype
-    known = output.known
-    if known is None or known.dtype is not dtype or output.stride is None:
-        shape = local.shape if output.shape is None else output.shape
-        stride = global_stride(shape, local) if output.stride is None else output.stride
-        known = output.known = tensor_layout(output.mesh, output.layout, shape, stride, dtype)
-    result = wrap_tensor(local, known)
+    shape = local.shape if output.shape is None else output.shape
+    stride = global_stride(shape, local) if output.stride is None else output.stride
+    known = tensor_layout(output.mesh, output.layout, shape, stride, local.dtype)
+    if output.stride is not None and not known.has_lookup:
+        output.known = known
+    result = wrap_tensor(local, known)  # `known` can make others like it from now on
     if mask is not None:
         result._lookup = PendingLookup.of_mask(mask)
     elif output.shares is None and known.has_lookup:  # this rank has all rows, the others none

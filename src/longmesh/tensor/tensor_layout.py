@@ -7,7 +7,7 @@ what depends on it is not cached.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class TensorLayout:
         "is_symbolic",
         "kind",
         "layout",
+        "make",
         "mesh",
         "plans",
         "reduced",
@@ -74,6 +75,8 @@ class TensorLayout:
     is_copied_view: bool
     # Whether it is a pending lookup, whose mask is not applied yet.
     has_lookup: bool
+    # Makes a tensor that is laid out so, for a device; None until the first is made (dtensor.wrap).
+    make: Callable[[torch.device], Any] | None
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorLayout:
         return self
@@ -146,6 +149,7 @@ def _make(comm: MeshComm, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorL
     )
     held.routes = {}
     held.plans = {}
+    held.make = None
     held.has_lookup = any(isinstance(p, MaskPartial) for p in held.layout.placements)
     held.kind = Kind() if is_symbolic else _kind(held)
     return held

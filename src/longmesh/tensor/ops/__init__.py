@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from longmesh._torch import OpOverload
 from longmesh.tensor import foreign
-from longmesh.tensor.dispatch import Family, Note
+from longmesh.tensor.make_plan import Family
+from longmesh.tensor.op_key import Note
 from longmesh.tensor.ops import (
     arg_reduction,
     attention,

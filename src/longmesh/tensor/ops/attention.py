@@ -26,7 +26,7 @@ from longmesh.attention.layout.base import collect
 from longmesh.attention.layout.given import Given
 from longmesh.comm.groups import AxisGroup
 from longmesh.spec import Layout
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planner import USUAL, Planned, Planner
 

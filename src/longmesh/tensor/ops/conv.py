@@ -29,7 +29,7 @@ from longmesh.rules.conv import (
 from longmesh.rules.rule import contiguous
 from longmesh.rules.window import Slide
 from longmesh.spec import Layout
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.halo import Border, borders_of, fetch, padded, send_home
 from longmesh.tensor.planner import USUAL, Planned, Planner
 from longmesh.tensor.propagate import Choice, choose

@@ -9,7 +9,7 @@ import torch
 from longmesh._torch import OpOverload
 from longmesh.spec import Partial
 from longmesh.tensor import distributions
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.ops.random import draw_like, overwrite
 from longmesh.tensor.planner import Planner

@@ -18,8 +18,9 @@ from longmesh._torch import OpOverload, aten
 from longmesh.rules.lookup import check_range
 from longmesh.rules.scatter import own_or_spare
 from longmesh.spec import Layout, MaskPartial, Partial, Placement, Replicate, Shard
-from longmesh.tensor.dispatch import COPIES, Family, Note
 from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.make_plan import COPIES, Family
+from longmesh.tensor.op_key import Note
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planner import USUAL, Planned, Planner
 

@@ -17,7 +17,7 @@ from longmesh._torch import OpOverload, aten
 from longmesh.rules.pointwise import elementwise_meta
 from longmesh.rules.rule import Meta
 from longmesh.spec import Layout, MaskPartial, Partial
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.op_facts import quick_call
 from longmesh.tensor.op_plan import OpPlan, Output
 from longmesh.tensor.plain import refuse_mix

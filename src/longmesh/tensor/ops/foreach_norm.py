@@ -14,7 +14,7 @@ import torch
 
 from longmesh._torch import OpOverload, aten
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.planner import Part, Planned, Planner
 
 

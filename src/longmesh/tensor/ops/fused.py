@@ -13,7 +13,7 @@ import torch
 from longmesh._torch import OpOverload, aten
 from longmesh.spec import Layout, Partial
 from longmesh.tensor.autograd import gradient_layout
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.foreach import scalar_of
 from longmesh.tensor.planner import Planned, Planner
 

@@ -11,7 +11,7 @@ from longmesh.comm.intervals import Interval
 from longmesh.errors import LongmeshError
 from longmesh.rules.index import slice_range
 from longmesh.spec import Coordinate
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planner import USUAL, Planned, Planner
 

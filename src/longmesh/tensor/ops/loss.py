@@ -13,7 +13,7 @@ import torch
 from longmesh._torch import OpOverload, aten
 from longmesh.rules.lookup import can_read, refuse_unread
 from longmesh.spec import Partial
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import bind, reduced_layout
 from longmesh.tensor.plain import expect_lengths
 from longmesh.tensor.planner import Planned, Planner

@@ -17,7 +17,7 @@ from longmesh.rules.window import Slide, window_size
 from longmesh.spec import Layout
 from longmesh.spec.placement import identity_of
 from longmesh.tensor.autograd import gradient_layout
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.halo import Border, borders_of, fetch, fetched_shape, padded, send_home
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planner import USUAL, Planned, Planner

@@ -18,8 +18,8 @@ from longmesh.spec import Layout, Partial
 from longmesh.spec.placement import identity_of
 from longmesh.tensor import distributions
 from longmesh.tensor.autograd import gradient_layout
-from longmesh.tensor.dispatch import Family
 from longmesh.tensor.distributions import Distribution
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planner import Planned, Planner
 from longmesh.tensor.random import Drawing, keeps_value, next_key, sample, std_of_parts

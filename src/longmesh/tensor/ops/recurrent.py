@@ -15,7 +15,7 @@ import torch
 
 from longmesh._torch import OpOverload
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.op_plan import Whole
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planner import Planned, Planner

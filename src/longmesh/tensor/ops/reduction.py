@@ -13,7 +13,7 @@ import torch
 
 from longmesh._torch import OpOverload, schema_of
 from longmesh.spec import Partial
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import (
     as_dims,
     bind,

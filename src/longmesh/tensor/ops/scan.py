@@ -15,7 +15,7 @@ import torch
 
 from longmesh._torch import OpOverload
 from longmesh.spec import Partial
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import as_dims, bind, cutting_axes, reduced_layout
 from longmesh.tensor.planner import USUAL, Part, Planned, Planner
 

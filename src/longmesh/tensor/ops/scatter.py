@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from longmesh._torch import OpOverload
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.planner import Planner
 from longmesh.tensor.tree import map_tensors
 

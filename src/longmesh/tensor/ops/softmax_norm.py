@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from longmesh._torch import OpOverload, aten
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import as_dims, cutting_axes
 from longmesh.tensor.planner import USUAL, Planned, Planner
 

@@ -12,7 +12,7 @@ import torch
 
 from longmesh._torch import OpOverload, aten
 from longmesh.rules.product import einsum_terms
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.planner import USUAL, Planner
 
 

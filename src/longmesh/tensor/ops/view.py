@@ -16,7 +16,7 @@ import torch
 from longmesh._torch import OpOverload, aten
 from longmesh.rules.view import resolved_size, view_groups
 from longmesh.spec import Coordinate, Layout
-from longmesh.tensor.dispatch import Family
+from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planner import USUAL, Planned, Planner
 from longmesh.tensor.view_route import ViewRoute, view_route
