@@ -107,7 +107,7 @@ class Dispatcher(PlanMaker):
         known = plan.quick.known
         if known is None or known.dtype is not local.dtype or (plan.is_view and _is_inference_mode()):
             return finish(plan, local, func, args, kwargs or {})
-        result = known.make(local.device)  # pyright: ignore[reportOptionalCall]
+        result = known.make(local.device)
         result._local_tensor = local
         result._tensor_layout = known
         return result

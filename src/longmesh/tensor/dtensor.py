@@ -10,14 +10,13 @@ how the parts make up the whole. Names and defaults are those of torch.distribut
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh._torch import functorch_level, is_transformed, make_wrapper, no_torch_function
+from longmesh._torch import functorch_level, is_transformed, no_torch_function
 from longmesh.comm import comm_anywhere
 from longmesh.errors import LongmeshError
 from longmesh.spec import (
@@ -87,18 +86,7 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Wrap a local tensor that is already this rank's part. For users: `from_local`."""
         held = tensor_layout(mesh, layout, shape, stride, local_tensor.dtype)
-        self = make_wrapper(
-            Factor if held.is_sharded_inside else DTensor,
-            shape,  # pyright: ignore[reportArgumentType]
-            stride,  # pyright: ignore[reportArgumentType]
-            0,
-            None,
-            local_tensor.dtype,
-            torch.strided,
-            local_tensor.device,
-            False,
-            requires_grad,
-        )
+        self = held.make(local_tensor.device, False, requires_grad)
         self._local_tensor = local_tensor
         self._tensor_layout = held
         return self
@@ -355,18 +343,13 @@ def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Pla
 
 def wrap(local: torch.Tensor, held: TensorLayout) -> DTensor:
     """The DTensor whose part here is `local`: every op's last step."""
-    result = (held.make or _maker(held))(local.device)
+    result = held.make(local.device)
     result._local_tensor = local
     result._tensor_layout = held
     return result
 
 
-def _maker(held: TensorLayout) -> Callable[[torch.device], Any]:
-    kind = Factor if held.is_sharded_inside else DTensor
-    given = (kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided)  # as torch has them
-    held.make = functools.partial(make_wrapper, *given)
-    return held.make
-
+TensorLayout.classes = (DTensor, Factor)
 
 # The class and what works on it need each other: they come when the class is there.
 import longmesh.tensor.autograd as autograd  # noqa: E402

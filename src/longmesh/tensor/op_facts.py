@@ -136,9 +136,9 @@ _BOUND = frozenset(
     (
         "_log_softmax", "_softmax", "abs", "add.Tensor", "add_.Tensor", "addcdiv_", "addcmul_", "addmm", "amax", "bmm",
         "cat", "clone", "copy_", "cos", "detach", "div.Tensor", "div_.Tensor", "exp", "expand", "gelu", "lerp_.Scalar",
-        "linear", "log", "matmul", "mean.dim", "mm", "mul.Tensor", "mul_.Tensor", "native_layer_norm", "neg", "ones_like", "relu",
-        "rsqrt", "sigmoid", "sin", "sqrt", "sub.Tensor", "sum", "sum.dim_IntList", "t", "tanh", "transpose.int",
-        "view", "zeros_like",
+        "linear", "log", "matmul", "mean.dim", "mm", "mul.Tensor", "mul_.Tensor", "native_layer_norm", "neg",
+        "ones_like", "relu", "rsqrt", "sigmoid", "sin", "sqrt", "sub.Tensor", "sum", "sum.dim_IntList", "t", "tanh",
+        "transpose.int", "view", "zeros_like",
     )
 )  # fmt: skip
 

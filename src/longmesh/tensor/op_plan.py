@@ -205,7 +205,7 @@ def wrap(local: Any, output: Output) -> DTensor:
     """A DTensor around a local result."""
     known = output.known
     if known is not None and known.dtype is local.dtype:
-        result = known.make(local.device)  # pyright: ignore[reportOptionalCall]
+        result = known.make(local.device)
         result._local_tensor = local
         result._tensor_layout = known
         return result
@@ -217,7 +217,7 @@ def wrap(local: Any, output: Output) -> DTensor:
     known = tensor_layout(output.mesh, output.layout, shape, stride, local.dtype)
     if output.stride is not None and not known.has_lookup:
         output.known = known
-    result = wrap_tensor(local, known)  # `known` can make others like it from now on
+    result = wrap_tensor(local, known)
     if mask is not None:
         result._lookup = PendingLookup.of_mask(mask)
     elif output.shares is None and known.has_lookup:  # this rank has all rows, the others none

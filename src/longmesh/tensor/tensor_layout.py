@@ -7,12 +7,14 @@ what depends on it is not cached.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch import make_wrapper
 from longmesh.comm import MeshComm, comm_anywhere
 from longmesh.plan import RedistributePlan, plan_redistribute
 from longmesh.spec import Layout, MaskPartial
@@ -51,6 +53,9 @@ class TensorLayout:
         "stride",
     )
 
+    # The classes of tensors: DTensor, and the one of tensors that are sharded inside (dtensor.py).
+    classes: ClassVar[tuple[type, type]]
+
     comm: MeshComm
     mesh: DeviceMesh
     layout: Layout
@@ -75,8 +80,8 @@ class TensorLayout:
     is_copied_view: bool
     # Whether it is a pending lookup, whose mask is not applied yet.
     has_lookup: bool
-    # Makes a tensor that is laid out so, for a device; None until the first is made (dtensor.wrap).
-    make: Callable[[torch.device], Any] | None
+    # Makes a tensor that is laid out so: (device, False, requires_grad).
+    make: Callable[..., Any]
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorLayout:
         return self
@@ -149,7 +154,10 @@ def _make(comm: MeshComm, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorL
     )
     held.routes = {}
     held.plans = {}
-    held.make = None
+    kind = TensorLayout.classes[held.is_sharded_inside]
+    held.make = functools.partial(
+        make_wrapper, kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided
+    )
     held.has_lookup = any(isinstance(p, MaskPartial) for p in held.layout.placements)
     held.kind = Kind() if is_symbolic else _kind(held)
     return held
