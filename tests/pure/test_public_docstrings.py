@@ -26,7 +26,7 @@ def test_every_public_name_has_an_example_after_its_contract(module):
 def bare_members(kind: type) -> list[str]:
     """The public methods and properties that a class adds and nobody, it or a parent, says anything about."""
     own = [name for name, value in vars(kind).items() if not name.startswith("_") and is_member(value)]
-    return [name for name in own if not any(getattr(vars(k).get(name), "__doc__", "") for k in kind.__mro__)]
+    return [name for name in own if not any(vars(k)[name].__doc__ for k in kind.__mro__ if name in vars(k))]
 
 
 def is_member(value: object) -> bool:
