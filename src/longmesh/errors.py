@@ -21,7 +21,7 @@ class NotDistributedError(RuntimeError):
     """A collective was asked for where no process group, or no rank of this mesh, exists.
 
     >>> from longmesh.debug import desync_check
-    >>> with desync_check():  # in a process that is no rank
+    >>> with desync_check():  # in a process that is not a rank
     ...     pass
     Traceback (most recent call last):
         ...

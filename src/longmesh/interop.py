@@ -182,8 +182,8 @@ def _our_layout(tensor: Any) -> Layout:
         order = _to_order(spec.placements, tensor.device_mesh)
         if order is None:
             raise LongmeshError(
-                f"from_torch: {spec.placements} is no order of sharding dims over mesh axes; redistribute it to Shard "
-                "or Replicate in torch first"
+                f"from_torch: {spec.placements} is not an order of sharding dims over mesh axes; redistribute it to "
+                "Shard or Replicate in torch first"
             )
     return Layout(tensor.device_mesh, placements, [(e.tensor_dim, e.mesh_dims) for e in order])
 

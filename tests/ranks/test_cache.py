@@ -149,7 +149,7 @@ def part_ways(ranks: int, what: str) -> str:
 
 def test_ranks_that_part_are_an_error_on_all(pool):
     for text in pool.run(part_ways, 2, "tokens", ranks=2):
-        assert text.startswith("2: the ranks have parted: rank 1 was given other new tokens than rank 0")
+        assert text.startswith("2: the ranks have diverged: rank 1 was given other new tokens than rank 0")
         assert "torch.manual_seed" in text
     for text in pool.run(part_ways, 2, "state", ranks=2):
         assert text.startswith("0: the random generators of rank 1 and rank 0 are in different states")

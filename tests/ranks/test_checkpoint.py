@@ -364,7 +364,7 @@ def test_nothing_but_a_checkpoint_is_replaced(pool, tmp_path):
     found, other = pool.run(refuse, str(tmp_path), ranks=2)
     assert found == other
     text = (
-        f"rank 0: {tmp_path / 'own'} holds what is no part of a checkpoint (notes.txt), and saving there would remove "
+        f"rank 0: {tmp_path / 'own'} holds what is not part of a checkpoint (notes.txt), and saving there would remove "
         "it; save to a directory of its own"
     )
     assert found[:2] == [text, text]

@@ -143,7 +143,7 @@ def test_error_texts(pool):
     assert first == [
         (
             "local_map: in_placements has 2 entries for 1 (flattened) positional arguments; give one for each, "
-            "None for what is no tensor"
+            "None for what is not a tensor"
         ),
         (
             "local_map: argument 0 is laid out as (Shard(dim=0),) and in_placements want (Replicate(),); "
@@ -151,9 +151,9 @@ def test_error_texts(pool):
         ),
         (
             "local_map: out_placements has 1 entries for 2 (flattened) results; give a tuple with one for each, "
-            "None for what is no tensor"
+            "None for what is not a tensor"
         ),
-        "local_map: result 0 is a int and has out_placements (Shard(dim=0),); give None for what is no tensor",
+        "local_map: result 0 is a int and has out_placements (Shard(dim=0),); give None for what is not a tensor",
         (
             "local_map: result 0 laid out as S(0) on MeshShape((2,)) would have the shape (5,), of which "
             "coordinate (0,) holds (3,), but its part is (2,); return parts as chunking makes them"

@@ -138,7 +138,7 @@ def test_nan_only_where_torch_gives_nan(pool):
 
 
 def wrong_targets(mesh_shape, bad):
-    """One target of ten is no class; only the ranks that hold it can see it."""
+    """One target of ten is not a class; only the ranks that hold it can see it."""
     mesh = cpu_mesh(*mesh_shape)
     target = torch.arange(10) % 5
     target[7] = bad

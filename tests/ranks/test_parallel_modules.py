@@ -284,7 +284,7 @@ def test_mistakes(pool):
             "whole)"
         ),
         (
-            "ColwiseParallel of Linear: the input lies on DeviceMesh((1, 2), 'cpu', stride=((), 1)) and the module on "
+            "ColwiseParallel of Linear: the input is on DeviceMesh((1, 2), 'cpu', stride=((), 1)) and the module on "
             "DeviceMesh((2,), 'cpu', stride=(1,)); bring them onto one mesh"
         ),
         (

@@ -117,7 +117,7 @@ def _one_process(model: Any, batch: dict[str, Tensor], alone: bool) -> tuple[flo
 
 
 def _documents(batch: dict[str, Tensor]) -> list[tuple[dict[str, Tensor], float]]:
-    """The documents of all rows, each with its share of the labels; a document's first token is no label."""
+    """The documents of all rows, each with its share of the labels; a document's first token is not a label."""
     found, count = [], int((batch["labels"] != -100).sum())
     for row, positions in enumerate(batch["position_ids"]):
         starts = [*(positions == 0).nonzero().flatten().tolist(), LENGTH]

@@ -148,7 +148,7 @@ def write_count(tensor: torch.Tensor) -> int:
 
 
 def base_of(view: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that a view was taken of; None of a tensor that is no view."""
+    """The tensor that a view was taken of; None of a tensor that is not a view."""
     return view._base
 
 

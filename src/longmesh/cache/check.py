@@ -60,7 +60,7 @@ def refuse_differences(told: list[list[int]]) -> None:
     for rank, (digest, state) in enumerate(told):
         if digest != told[0][0]:
             raise LongmeshError(
-                f"the ranks have parted: rank {rank} was given other new tokens than rank 0, or has other weights; "
+                f"the ranks have diverged: rank {rank} was given other new tokens than rank 0, or has other weights; "
                 "every rank must run the same model on the same tokens, and sample alike (torch.manual_seed)"
             )
         if state != told[0][1]:

@@ -163,7 +163,7 @@ def _size(record: Any) -> torch.Size:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise NotPlain(f"{value!r} is no size or offset")
+        raise NotPlain(f"{value!r} is not a size or offset")
     return value
 
 

@@ -174,7 +174,7 @@ def _read_checksums(path: Path, description: bytes) -> dict[str, dict[str, int]]
         checksums: dict[str, dict[str, int]] = found["crc32"]
         for pieces in checksums.values():
             if not all(isinstance(value, int) for value in pieces.values()):
-                raise ValueError("a checksum is no number")
+                raise ValueError("a checksum is not a number")
         own = found.get(METADATA, zlib.crc32(description))
     except CheckpointError:
         raise

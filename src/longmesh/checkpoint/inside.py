@@ -9,7 +9,7 @@ from longmesh.errors import CheckpointError
 
 
 def find_inside(root: Path, name: str) -> Path:
-    """The file `name` of the directory `root`. Refuses one outside of it, and what is no regular file.
+    """The file `name` of the directory `root`. Refuses one outside of it, and what is not a regular file.
 
     A link is followed if it stays inside, or goes where Hugging Face's cache keeps the files of its snapshots:
     models--x/snapshots/revision/model.safetensors -> models--x/blobs/3f2a...
@@ -41,5 +41,5 @@ def find_inside(root: Path, name: str) -> Path:
             f"checkpoint {root} can't be read: {name}: {error.strerror or error}"
         ) from error
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"checkpoint {root} is refused: {name!r} is no regular file")
+        raise CheckpointError(f"checkpoint {root} is refused: {name!r} is not a regular file")
     return path

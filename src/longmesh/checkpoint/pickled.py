@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class NotPlain(ValueError):
-    """Bytes that are no pickle, or one that does what no plain description needs."""
+    """Bytes that are not a pickle, or one that does what no plain description needs."""
 
 
 class Name(str):
@@ -65,8 +65,8 @@ def decode(data: bytes, check: Check | None = None) -> Decoded:
         (value,) = machine.stack
     except NotPlain:
         raise
-    except Exception as error:  # bytes that are no pickle raise anything
-        raise NotPlain(f"it is no pickle of plain values ({type(error).__name__}: {error})") from error
+    except Exception as error:  # bytes that are not a pickle raise anything
+        raise NotPlain(f"it is not a pickle of plain values ({type(error).__name__}: {error})") from error
     return Decoded(value, machine.names)
 
 
@@ -128,21 +128,21 @@ def _build(machine: _Machine, _: Any) -> None:
     if isinstance(machine.stack[-1], Record):
         machine.stack[-1].state = state
     elif machine.check is None:
-        raise NotPlain("it gives a state to what is no object")
+        raise NotPlain("it gives a state to what is not an object")
 
 
 def _append(machine: _Machine, items: list[Any]) -> None:
     if type(machine.stack[-1]) is list:
         machine.stack[-1].extend(items)
     elif machine.check is None:
-        raise NotPlain("it appends to what is no list")
+        raise NotPlain("it appends to what is not a list")
 
 
 def _set_items(machine: _Machine, items: list[Any]) -> None:
     if machine.check is not None:  # keys may be objects, whose records have no hashes of their values
         return
     if type(machine.stack[-1]) is not dict:
-        raise NotPlain("it sets items of what is no dict")
+        raise NotPlain("it sets items of what is not a dict")
     machine.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
 

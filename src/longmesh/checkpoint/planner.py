@@ -131,7 +131,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return super().create_local_plan()
 
     def load_object(self, item: ReadItem, value: Any) -> None:
-        """Put a value that is no tensor where the state dict has it."""
+        """Put a value that is not a tensor where the state dict has it."""
         *way, last = self.mappings[item.dest_index.fqn]
         place: Any = self.original_state_dict
         for key in way:

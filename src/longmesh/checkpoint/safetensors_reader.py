@@ -115,9 +115,11 @@ def read_stored(path: Path) -> dict[str, Stored]:
         weights: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         names = sorted(set(weights.values()))
         if not all(isinstance(name, str) for name in names):
-            raise ValueError("a file's name is no string")
+            raise ValueError("a file's name is not a string")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is damaged: it is no index of safetensors files ({error})") from error
+        raise CheckpointError(
+            f"{index} is damaged: it is not an index of safetensors files ({error})"
+        ) from error
     found: dict[str, Stored] = {}
     for name in names:
         found |= read_header(find_inside(path, name))
@@ -134,7 +136,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     try:
         with safe_open(path, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no dict
+            for name in tensors.keys():  # noqa: SIM118 - it is not a dict
                 part = tensors.get_slice(name)
                 if part.get_dtype() not in DTYPES:
                     raise CheckpointError(

@@ -44,7 +44,7 @@ def verify_local_shapes(
         if have != want:
             raise LongmeshError(
                 f"from_local(run_check=True): shape={tuple(shape)} laid out as {layout} on {layout.mesh} gives "
-                f"coordinate {coordinate} a shard of {tuple(want) if want is not None else 'other rank'}, but it "
+                f"coordinate {coordinate} a shard of {f'{len(shape)} dims' if want is None else tuple(want)}, but it "
                 f"holds {tuple(have)}; pass the shards that chunking gives, or the right global shape"
             )
 

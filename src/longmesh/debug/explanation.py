@@ -31,7 +31,7 @@ class Redistribution:
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """A step of an op that sends something and is no redistribution; `sent_bytes` leave this rank."""
+    """A step of an op that sends something and is not a redistribution; `sent_bytes` leave this rank."""
 
     what: str
     sent_bytes: int

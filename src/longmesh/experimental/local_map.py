@@ -45,9 +45,10 @@ def local_map(
     The placements go by the flattened positional arguments and results. In `in_placements`, None takes an argument as
     it is: a DTensor in any layout, or no tensor at all. An input in another layout than `in_placements` says is an
     error, or with `redistribute_inputs` is redistributed. `in_grad_placements` are the placements of the gradients that
-    `func` gives its inputs, None where they are the input's. In `out_placements`, None is no tensor, or a replicated
-    one. Keyword arguments are passed on. Without DTensor arguments it is just `func`. Without `func`, a decorator.
-    Collective: every rank of the mesh. On a rank outside the mesh `func` runs on zeros and the results have no data.
+    `func` gives its inputs, None where they are the input's. In `out_placements`, None is for what is not a tensor, or
+    for a replicated one. Keyword arguments are passed on. Without DTensor arguments it is just `func`. Without `func`
+    it is a decorator. Collective: every rank of the mesh. On a rank outside the mesh `func` runs on zeros and the
+    results have no data.
 
     >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     >>> half = local_map(lambda part: part / 2, out_placements=[Shard(0)], in_placements=([Shard(0)],))
@@ -94,7 +95,7 @@ def _check_counts(flat: list[Any], placements: InputPlacements, name: str) -> No
     if placements is not None and len(placements) != len(flat):
         raise LongmeshError(
             f"local_map: {name} has {len(placements)} entries for {len(flat)} (flattened) positional arguments; give "
-            "one for each, None for what is no tensor"
+            "one for each, None for what is not a tensor"
         )
 
 
@@ -107,7 +108,7 @@ def _bring(leaf: Any, position: int, placements: InputPlacements, redistribute: 
         if wanted is not None and not isinstance(leaf, torch.Tensor):
             raise LongmeshError(
                 f"local_map: argument {position} is a {type(leaf).__name__} and has in_placements {tuple(wanted)}; "
-                "give None for what is no tensor"
+                "give None for what is not a tensor"
             )
         return leaf
     if wanted is None:
@@ -184,7 +185,7 @@ def _wrap(result: Any, mesh: DeviceMesh, placements: OutputPlacements, part_shap
     if len(wanted) != len(flat):
         raise LongmeshError(
             f"local_map: out_placements has {len(wanted)} entries for {len(flat)} (flattened) results; give a tuple "
-            "with one for each, None for what is no tensor"
+            "with one for each, None for what is not a tensor"
         )
     wrapped = [
         _wrap_one(leaf, i, mesh, w, part_shapes) for i, (leaf, w) in enumerate(zip(flat, wanted, strict=True))
@@ -204,7 +205,7 @@ def _wrap_one(
         if placements is not None:
             raise LongmeshError(
                 f"local_map: result {position} is a {type(leaf).__name__} and has out_placements {tuple(placements)}; "
-                "give None for what is no tensor"
+                "give None for what is not a tensor"
             )
         return leaf
     if isinstance(leaf, DTensor):

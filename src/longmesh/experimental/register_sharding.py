@@ -5,7 +5,7 @@
         return [([Shard(d)], [Shard(d), None]) for d in range(x.ndim)] + [([Partial()], [Partial(), None])]
 
 The function is called with the op's arguments, every tensor replaced by its global shape, stride and dtype, and
-lists what is valid on one mesh axis: placements of the outputs and of the inputs, None for what is no tensor.
+lists what is valid on one mesh axis: placements of the outputs and of the inputs, None for what is not a tensor.
 "Everything replicated" is always valid. The dispatcher combines the axes and takes what is cheapest.
 """
 

@@ -97,8 +97,8 @@ class Trainer(TrainerHooks, transformers.Trainer):
         args = self.args
         if not args.average_tokens_across_devices:
             raise LongmeshError(
-                "hf.Trainer with average_tokens_across_devices=False: a rank's part of a sequence is no batch of its "
-                "own; leave it at True, which divides by the labels of all ranks"
+                "hf.Trainer with average_tokens_across_devices=False: a rank's part of a sequence is not a batch of "
+                "its own; leave it at True, which divides by the labels of all ranks"
             )
         if args.train_sampling_strategy == "batch_rebalance":
             raise LongmeshError(

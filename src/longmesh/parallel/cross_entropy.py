@@ -244,7 +244,7 @@ def _row_weights(
     """What each row counts in a mean: its target's weight, nothing if it is ignored."""
     if weight is None:
         return (~ignored).to(like.dtype)
-    known = target.clamp(0, weight.shape[0] - 1)  # what is no class is refused after the collectives
+    known = target.clamp(0, weight.shape[0] - 1)  # what is not a class is refused after the collectives
     return weight[known].masked_fill_(ignored, 0)
 
 

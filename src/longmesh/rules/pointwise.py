@@ -150,7 +150,7 @@ def scaled(*groups: Group, by_zero: bool) -> RuleFunction:
 def ordered(*groups: Group, sign: Callable[[OpCall], float] = lambda call: 1) -> RuleFunction:
     """Non-decreasing in each group's operands (non-increasing where `sign` is negative, neither where it is
     zero): a pending minimum or maximum stays one, or becomes the other. For floating operands, and no other tensor
-    or infinite number: terms are infinite where a rank has nothing, and inf - inf is no number."""
+    or infinite number: terms are infinite where a rank has nothing, and inf - inf is not a number."""
 
     def rule(call: OpCall) -> list[AxisRule]:
         lines = shard_lines(call)

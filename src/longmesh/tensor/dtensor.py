@@ -61,7 +61,7 @@ class DTensor(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _tensor_layout: TensorLayout
-    # The mask of a pending lookup (a MaskPartial layout); few tensors have one, so it is no slot.
+    # The mask of a pending lookup (a MaskPartial layout); few tensors have one, so it is not a slot.
     _lookup: PendingLookup | None = None
     # The reduced value of a pending tensor, once an op that must not reduce it twice has (steps.Reduced).
     _reduced: Any = None

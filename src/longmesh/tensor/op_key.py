@@ -23,7 +23,7 @@ from longmesh.tensor.tensor_layout import TensorLayout
 # What a plan depends on beyond the key, hashable; asked before anything else.
 Note = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
-# Stands in a key for a plain tensor that is no scalar.
+# Stands in a key for a plain tensor that is not a scalar.
 PLAIN = object()
 # Of these the value says all: no two of them that differ are equal.
 VALUE_TYPES = frozenset((int, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device))

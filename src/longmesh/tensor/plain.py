@@ -40,7 +40,7 @@ def first_mesh(args: Any, kwargs: Any) -> DeviceMesh:
 
 
 def common_mesh(args: Any, kwargs: Any) -> DeviceMesh:
-    """The mesh an op runs on: of its first tensor that is no scalar; of scalars only, the smallest, since what is
+    """The mesh an op runs on: of its first tensor that is not a scalar; of scalars only, the smallest, since what is
     equal on the ranks of a mesh is equal on a part of them."""
     tensors = [t for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)]
     for tensor in tensors:

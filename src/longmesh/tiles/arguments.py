@@ -97,7 +97,7 @@ def _check_labels(what: str, labels: Tensor, size: int, ignore_index: int) -> No
         refuse_unread(bad.any(), f"{what}: a label is out of bounds for {size} classes")
     elif bool(bad.any()):
         raise LongmeshError(
-            f"{what}: label {int(labels[bad][0])} is out of bounds for {size} classes; what is no label is "
+            f"{what}: label {int(labels[bad][0])} is out of bounds for {size} classes; what is not a label is "
             f"ignore_index, {ignore_index}"
         )
 

@@ -390,7 +390,7 @@ def test_explain_tells_balance_traffic_and_stages():
         ({"seq_len": 0}, "must be at least 1"),
         ({"mask": masks.documents([50])}, "add up to 50, the sequence has 64 tokens"),
         ({"mask": masks.prefix_lm(65)}, "longer than the sequence of 64 tokens"),
-        ({"mask": "causal"}, "mask='causal' is no mask; use one of longmesh.attention.masks"),
+        ({"mask": "causal"}, "mask='causal' is not a mask; use one of longmesh.attention.masks"),
         ({"seq_len": 64.0}, "seq_len must be a whole number, given 64.0"),
         ({"ranks": 1.5}, "ranks must be a whole number, given 1.5"),
         ({"head_dim": 0}, "head_dim=0: must be at least 1"),

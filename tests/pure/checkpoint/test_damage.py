@@ -49,8 +49,8 @@ DESCRIPTIONS = {
     ),
     "length": (lambda m: set_infos(m, length=PETABYTE), r"was cut off: a piece ends at byte \d+ of \d+"),
     "offset": (lambda m: set_infos(m, offset=PETABYTE), r"was cut off: a piece ends at byte \d+ of \d+"),
-    "negative": (lambda m: set_infos(m, offset=-1), "-1 is no size or offset"),
-    "no number": (lambda m: set_infos(m, offset="7"), "'7' is no size or offset"),
+    "negative": (lambda m: set_infos(m, offset=-1), "-1 is not a size or offset"),
+    "no number": (lambda m: set_infos(m, offset="7"), "'7' is not a size or offset"),
     "no path": (lambda m: set_infos(m, relative_path=7), "the name of a file is a int"),
     "no file": (lambda m: set_infos(m, relative_path="gone"), "is damaged: gone is missing"),
     "changed": (lambda m: set_infos(m, transform_descriptors=["zstd"]), r"its pieces went through \['zstd'\]"),
@@ -185,7 +185,7 @@ def test_a_damaged_list_of_checksums_is_told(tmp_path):
     save_one(path)
     (path / ".longmesh.json").write_text('{"crc32": {"__0_0.distcp": {"0": "x"}}}')
     with pytest.raises(
-        CheckpointError, match=r"its checksums, .longmesh.json, can't be read \(a checksum is no number"
+        CheckpointError, match=r"its checksums, .longmesh.json, can't be read \(a checksum is not a number"
     ):
         load(state(), path)
     save_one(path)

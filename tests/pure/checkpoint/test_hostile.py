@@ -183,18 +183,18 @@ def test_a_decoded_pickle_is_plain():
 
 OPCODES = [
     (b"cos\nsystem\n.", None),  # a bare name is no call
-    (b"\x80\x02]q\x00K\x01b.", "gives a state to what is no object"),
+    (b"\x80\x02]q\x00K\x01b.", "gives a state to what is not an object"),
     (b"\x80\x02K\x01)R.", "calls what is not named"),
-    (b"\x80\x02}K\x01a.", "appends to what is no list"),
-    (b"\x80\x02]K\x01K\x02s.", "sets items of what is no dict"),
+    (b"\x80\x02}K\x01a.", "appends to what is not a list"),
+    (b"\x80\x02]K\x01K\x02s.", "sets items of what is not a dict"),
     (b"\x80\x02K\x01K\x02\x93.", "makes up the name of a class"),
     (b"\x80\x02\x82\x01.", "has the instruction EXT1"),
     (b"\x80\x02U\x01aQ.", "has the instruction"),
-    (b"\x80\x02\x8e\xff\xff\xff\xff\xff\xff\xff\x00.", "no pickle of plain values"),
-    (b"\x80\x02\x8b\xff\xff\xff\x7f.", "no pickle of plain values"),
-    (b"\x80\x02r\xff\xff\xff\xff.", "no pickle of plain values"),
-    (b"\x80\x02K\x01", "no pickle of plain values"),
-    (b"", "no pickle of plain values"),
+    (b"\x80\x02\x8e\xff\xff\xff\xff\xff\xff\xff\x00.", "not a pickle of plain values"),
+    (b"\x80\x02\x8b\xff\xff\xff\x7f.", "not a pickle of plain values"),
+    (b"\x80\x02r\xff\xff\xff\xff.", "not a pickle of plain values"),
+    (b"\x80\x02K\x01", "not a pickle of plain values"),
+    (b"", "not a pickle of plain values"),
 ]
 
 
@@ -250,7 +250,7 @@ def test_files_outside_of_the_directory_are_refused(tmp_path, by_torch, kind):
         "up": r"is refused: its index names '../outside.distcp', which is outside of its directory",
         "absolute": r"is refused: its index names '/.*', which is outside of its directory",
         "link": r"is refused: its file 'link' is a link to .*outside.distcp, which is outside of its directory; copy",
-        "pipe": r"is refused: 'pipe' is no regular file",
+        "pipe": r"is refused: 'pipe' is not a regular file",
     }
     if kind in texts:
         with pytest.raises(CheckpointError, match=texts[kind]):

@@ -147,7 +147,7 @@ def test_bad_directories_are_told(tmp_path):
     with pytest.raises(CheckpointError, match=r"m is damaged: model-00009-of-00002.safetensors is missing"):
         load_safetensors({"a": torch.ones(2)}, tmp_path / "m")
     index.write_text("{")
-    with pytest.raises(CheckpointError, match="it is no index of safetensors files"):
+    with pytest.raises(CheckpointError, match="it is not an index of safetensors files"):
         load_safetensors({"a": torch.ones(2)}, tmp_path / "m")
 
 

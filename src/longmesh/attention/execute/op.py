@@ -63,7 +63,7 @@ def register_caller(caller: Caller) -> str:
 def cast_for_autocast(q: Tensor, k: Tensor, v: V) -> tuple[Tensor, Tensor, V]:
     """q, k and v in the dtype that autocast asks for, if it is on for their device."""
     if not all(isinstance(t, Tensor) for t in (q, k, v)) or not torch.is_autocast_enabled(q.device.type):
-        return q, k, v  # what is no tensor is told of where the call is checked
+        return q, k, v  # what is not a tensor is told of where the call is checked
     dtype = torch.get_autocast_dtype(q.device.type)
     return q.to(dtype), k.to(dtype), v if v is None else v.to(dtype)
 

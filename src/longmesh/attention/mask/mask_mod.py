@@ -75,7 +75,7 @@ def _classify(mask: MaskMod, strip: tuple[int, int], kv_len: int, row: int, num_
     at = (torch.tensor([row]), torch.arange(num_heads), torch.arange(*strip), torch.arange(kv_len))
     try:
         seen_BHLM = apply_mask_mod(mask.fn, at)
-    except ValueError as error:  # vmap's, of a result that is no tensor
+    except ValueError as error:  # vmap's, of a result that is not a tensor
         raise LongmeshError(f"{mask}: a mask_mod returns a boolean tensor; {error}") from error
     if seen_BHLM.dtype != torch.bool:
         raise LongmeshError(f"{mask} returned {seen_BHLM.dtype}; a mask_mod returns a boolean tensor")

@@ -139,7 +139,7 @@ def checked_mask(mask: object) -> Mask:
     """The mask, if it is one."""
     if not isinstance(mask, Mask):
         raise LongmeshError(
-            f"mask={mask!r} is no mask; use one of longmesh.attention.masks, such as masks.causal(), or wrap "
+            f"mask={mask!r} is not a mask; use one of longmesh.attention.masks, such as masks.causal(), or wrap "
             "a function of (b, h, q_idx, kv_idx) in masks.mask_mod(fn)"
         )
     return mask

@@ -88,7 +88,7 @@ class AttentionMode(TorchFunctionMode):
     def _differentiate(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the autograd engine with the mode on, since what a checkpoint recomputes must meet it.
 
-        A mode is off while it handles a function. Edges of the graph are no tensors, so the same function on edges
+        A mode is off while it handles a function. Edges of the graph are not tensors, so the same function on edges
         does not ask the mode again.
         """
         given = inspect.signature(func).bind(*args, **kwargs).arguments
