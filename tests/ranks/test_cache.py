@@ -8,6 +8,7 @@ from longmesh.cache import PagePool
 from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
+from support.cache_programs import NO_LATENCY
 from support.cache_reference import Dense
 
 # (page, query heads, key heads, head dim, value head dim)
@@ -85,15 +86,15 @@ def test_lower_precision(pool, dtype, most):
         assert worst < most
 
 
-def planned_and_recorded(ranks: int, window) -> list[tuple[int, int, dict]]:
-    pool = PagePool(cpu_mesh(ranks), num_pages=9, page=4, layers=1, kv_heads=2, head_dim=8)
+def planned_and_recorded(ranks: int, window, cluster, heads: int) -> list[tuple[int, int, dict]]:
+    pool = PagePool(cpu_mesh(ranks), num_pages=9, page=4, layers=1, kv_heads=2, head_dim=8, cluster=cluster)
     sequences = [pool.sequence(), pool.sequence(width=1)]
     torch.manual_seed(0)
     found = []
     for counts in ((9, 3), (1, 1), (1, 1), (2, 1)):
         step = pool.step(list(zip(sequences, counts, strict=True)))
-        q, k, v = (torch.randn(sum(counts), heads, 8) for heads in (4, 2, 2))
-        planned = step.sent_bytes(4, 8, torch.float32, window=window)
+        q, k, v = (torch.randn(sum(counts), n, 8) for n in (heads, 2, 2))
+        planned = step.sent_bytes(heads, 8, torch.float32, window=window)
         with record_comm() as log:
             step.attend(0, q, k, v, window=window)
         step.commit()
@@ -104,13 +105,42 @@ def planned_and_recorded(ranks: int, window) -> list[tuple[int, int, dict]]:
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_one_collective_per_layer_and_exactly_the_planned_bytes(pool, ranks, window):
-    for found in pool.run(planned_and_recorded, ranks, window, ranks=ranks):
+    for found in pool.run(planned_and_recorded, ranks, window, None, 4, ranks=ranks):
         for planned, recorded, counts in found:
             assert planned == recorded
             assert sum(counts.values()) == (1 if ranks > 1 else 0)
 
 
-def silent_rank(ranks: int) -> list[int]:
+@pytest.mark.parametrize("heads", [2, 4, 6])
+def test_two_collectives_by_heads_where_they_are_cheaper_and_exactly_the_planned_bytes(pool, heads):
+    for found in pool.run(planned_and_recorded, 4, None, NO_LATENCY, heads, ranks=4):
+        assert all(planned == recorded for planned, recorded, _ in found)
+        assert sum(found[0][2].values()) == 2
+
+
+def merged_both_ways(ranks: int) -> bool:
+    """Whether one collective and two give the same bits, with sinks, in bf16."""
+    found = []
+    for cluster in ("cpu", NO_LATENCY):
+        torch.manual_seed(0)
+        pool = PagePool(
+            cpu_mesh(ranks), num_pages=9, page=4, layers=1, kv_heads=1, head_dim=8, dtype=torch.bfloat16,
+            cluster=cluster,
+        )  # fmt: skip
+        step = pool.step([(pool.sequence(), 9), (pool.sequence(), 5)])
+        q, k, v = (torch.randn(14, heads, 8, dtype=torch.bfloat16) for heads in (5, 1, 1))
+        with record_comm() as log:
+            found.append(step.attend(0, q, k, v, sinks=torch.randn(5), window=6))
+        step.commit()
+        assert sum(log.counts.values()) == len(found)
+    return torch.equal(*found)
+
+
+def test_both_ways_to_merge_give_the_same_bits(pool):
+    assert pool.run(merged_both_ways, 3, ranks=3) == [True] * 3
+
+
+def silent_rank(ranks: int) -> int:
     """What each rank sends for one token with a window inside one page: notes apart, only the page's rank."""
     pool = PagePool(cpu_mesh(ranks), num_pages=9, page=8, layers=2, kv_heads=1, head_dim=8)
     sequence = pool.sequence()

@@ -14,9 +14,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.cache import PagePool
+from longmesh.plan import Cluster, Level, Link, named_cluster
 from longmesh.testing import cpu_mesh
 from support.cache_reference import Dense
 
+# Where latency costs nothing, results are merged by heads.
+_link = Link.of(latency_us=0.0, bytes_per_us=1000.0)
+NO_LATENCY = Cluster(
+    "no latency", (Level("device", 1, _link), Level("node", None, _link)), named_cluster("cpu").rates
+)
 _TOKENS = 10_000  # more than 6 sequences of 40 steps can have, and copies on their way
 _OPERATIONS = ("step",) * 6 + (
     "verify",
@@ -45,10 +51,17 @@ class Program:
         page = self.draw.choice((1, 2, 3, 7, 16))
         self.pool = PagePool(
             mesh, num_pages=_TOKENS // page + 12, page=page, layers=1, kv_heads=self.kv_heads, head_dim=self.dim,
-            v_head_dim=self.v_dim, dtype=torch.float64,
+            v_head_dim=self.v_dim, dtype=torch.float64, cluster=self.draw.choice((None, NO_LATENCY)),
         )  # fmt: skip
         self.options: dict[str, Any] = self.draw.choice(
-            ({}, {}, {"window": 1}, {"window": 6}, {"softcap": 2.0})
+            (
+                {},
+                {},
+                {"window": 1},
+                {"window": 6},
+                {"softcap": 2.0},
+                {"sinks": torch.linspace(-1, 1, self.heads)},
+            )
         )
         self.live: list[tuple[Any, Dense]] = []
         self.worst, self.results = 0.0, []

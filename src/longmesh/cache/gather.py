@@ -1,5 +1,7 @@
 """The one collective of a layer in decoding: every rank's partial results to every rank, merged in rank order.
 
+Where there is much to merge, `by_heads` does it in two.
+
 Shapes: T rows of the step, H query heads, E head dim of values.
 
 What a rank sends is, for each row it has keys for, the output and its log-sum-exp, fp32 (fp64 for fp64). Where all
@@ -33,10 +35,8 @@ def gather_partials(
     Collective: every rank of the group, whatever it holds.
     """
     if group is None or group.size == 1:
-        return *_merge([mine], shares), [list(notes)]
-    flat = mine.reshape(-1)
-    if notes:
-        flat = torch.cat([flat, torch.tensor(notes, dtype=torch.int64, device=flat.device).view(flat.dtype)])
+        return *merge_rows([mine], shares), [list(notes)]
+    flat = with_notes(mine.reshape(-1), notes)
     width = mine.shape[1] * mine.shape[2]
     extra = 0 if not notes else len(notes) * 8 // flat.element_size()
     counts = [rows * width + extra for rows in shares.num_rows]
@@ -52,10 +52,17 @@ def gather_partials(
     parts = received.split(counts)
     told = [part[len(part) - extra :].clone().view(torch.int64).tolist() if notes else [] for part in parts]
     rows = [part[: len(part) - extra].view(-1, *mine.shape[1:]) for part in parts]
-    return *_merge(rows, shares), told
+    return *merge_rows(rows, shares), told
 
 
-def _merge(rows: list[Tensor], shares: Shares) -> tuple[Tensor, Tensor]:
+def with_notes(flat: Tensor, notes: Sequence[int]) -> Tensor:
+    """A buffer with a few numbers at its end, as bits."""
+    if not notes:
+        return flat
+    return torch.cat([flat, torch.tensor(notes, dtype=torch.int64, device=flat.device).view(flat.dtype)])
+
+
+def merge_rows(rows: list[Tensor], shares: Shares) -> tuple[Tensor, Tensor]:
     """(T, H, E) and (T, H): partial results of all ranks, merged in rank order."""
     T = shares.plan.num_rows
     if len(rows) == 1 and len(rows[0]) == T:

@@ -75,7 +75,7 @@ class PagePool:
         self._prefixes = PrefixIndex(self.book)
         self.shapes: list[Shape | None] = [None] * layers
         self.stores: list[PageStore | None] = [None] * layers
-        self._cluster = cluster_of(cluster, torch.device(self.device).type)
+        self.cluster = cluster_of(cluster, torch.device(self.device).type)
         self._is_sized = kv_heads is not None
         self._open: Step | None = None
         self.has_agreed = False
@@ -135,7 +135,7 @@ class PagePool:
         if shape is None or not self._is_sized:
             return None
         keys, results = shape.page_bytes(1), shape.kv_heads * (shape.v_head_dim + 1) * 4
-        return lambda length: width_by_cost(length, num_ranks, keys, results, self._cluster)
+        return lambda length: width_by_cost(length, num_ranks, keys, results, self.cluster)
 
     def remember(self, sequence: Sequence, tokens: Listed[int]) -> None:
         """Let later sequences that begin with these tokens share the full pages of this one while it lives. Local."""

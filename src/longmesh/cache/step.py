@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from longmesh.cache.by_heads import is_cheaper, merge_by_heads, sent_bytes
 from longmesh.cache.check import check_attend, digest_of, refuse_differences
 from longmesh.cache.cut import gather_queries, owned_rows, send_home
 from longmesh.cache.gather import gather_partials, sent_elements
 from longmesh.cache.local import Paged, Scores, Source, attend_locally
-from longmesh.cache.plan import StepPlan, Write
+from longmesh.cache.plan import Shares, StepPlan, Write
 from longmesh.cache.sequence import Sequence
 from longmesh.errors import LongmeshError
 
@@ -63,6 +64,7 @@ class Step:
             self._writes = own
         self._is_checked = cut
         self._digest = 0
+        self._by_heads: dict[tuple[int | None, int, int, tuple[int, int]], bool] = {}
         self.is_open = True
 
     @property
@@ -128,12 +130,17 @@ class Step:
         else:
             mine = attend_locally(q, width, source, shares, pool.rank, scores)
             notes = [] if self._is_checked else [self._digest, pool.random_state()]
-            out, lse, told = gather_partials(mine, shares, notes, pool.group)
+            sizes = mine.element_size(), q.element_size()
+            if pool.group is not None and self._is_by_heads(shares, q.shape[1], width, sizes):
+                out, told = merge_by_heads(mine, shares, notes, sinks, q.dtype, pool.group)
+                sinks, lse = None, None
+            else:
+                out, lse, told = gather_partials(mine, shares, notes, pool.group)
             if not self._is_checked:
                 self._is_checked = True
                 refuse_differences(told)
                 pool.has_agreed = True
-        if sinks is not None:
+        if sinks is not None and lse is not None:
             out = out * torch.sigmoid(lse - sinks.to(lse.dtype)).unsqueeze(-1)
         return out.to(q.dtype)
 
@@ -141,10 +148,19 @@ class Step:
         self, num_heads: int, v_head_dim: int, dtype: torch.dtype, *, window: int | None = None
     ) -> int:
         """What this rank sends in `attend` of a layer, by the plan; the step's first layer sends its notes, too."""
-        size = 8 if dtype == torch.float64 else 4
+        size, shares, rank = 8 if dtype == torch.float64 else 4, self.plan.shares(window), self._pool.rank
         notes = 0 if self._is_checked else _NOTES * 8 // size
-        row = num_heads * (v_head_dim + 1)
-        return sent_elements(self.plan.shares(window), self._pool.rank, row, notes) * size
+        sizes = size, dtype.itemsize
+        if self._is_by_heads(shares, num_heads, v_head_dim, sizes):
+            return sent_bytes(shares, rank, num_heads, v_head_dim, sizes, notes)
+        return sent_elements(shares, rank, num_heads * (v_head_dim + 1), notes) * size
+
+    def _is_by_heads(self, shares: Shares, num_heads: int, v_head_dim: int, sizes: tuple[int, int]) -> bool:
+        """Whether results are merged in two collectives."""
+        key = shares.window, num_heads, v_head_dim, sizes
+        if key not in self._by_heads:
+            self._by_heads[key] = is_cheaper(shares, num_heads, v_head_dim, sizes, self._pool.cluster)
+        return self._by_heads[key]
 
     def commit(self, accepted: Listed[int] | None = None) -> None:
         """End the step: of each entry's new tokens the first so many stay (None: all). Local."""
