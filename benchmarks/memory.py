@@ -1,12 +1,14 @@
 """Memory and time of long sequences: losses by tiles against all logits, and the longest sequence that trains in 2 GiB.
 
-    python benchmarks/memory.py [--tokens 1024] [--memory-tokens 32768] [--classes 32000] [--hidden 1024] [--rounds 3]
+    python benchmarks/memory.py --part memory    extra memory of a head and its loss at 32 Ki tokens: 2 minutes
+    python benchmarks/memory.py --part time      their time against the plain loss: 1 minute, on a quiet machine
+    python benchmarks/memory.py --part longest   the longest sequence of a plain scope, and of one that saves: 2 minutes
 
-Extra memory is the peak of a process beside what it held before the call, each side in a process of its own. The plain
-side is measured at a quarter of the tokens and multiplied, since it grows with them. Time is the median of ratios of
-processor time, both sides in turn. The longest sequence is that of the plain scope on 2 ranks whose extra memory
-is limited to 2 GiB each: a small Llama-like model in a scope. With tiled MLPs, tiled loss and checkpoints four times as
-many tokens are tried, and must fit.
+Extra memory is the peak of a process beside what it held before the call, each measurement in a process of its own.
+The plain head, which would need 12 GiB, is measured at 4 Ki and 8 Ki tokens; what it needs for all of them follows,
+since it grows by the same amount with each token. Time is by the clock, both sides in turn: the median of ratios. The
+longest sequence is that of a small Llama-like model in a scope of context parallelism on 2 ranks whose extra memory
+stays within 2 GiB each; with tiled MLPs, the tiled loss and checkpoints, four times as many tokens are tried.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from longmesh import tiled, tiled_cross_entropy, token_logprobs
 from longmesh.experimental import context_parallel
 from longmesh.testing import RankPool, cpu_mesh
 
-MIB = 2**20
 LIMIT_MIB = 2048
+TIMEOUT = 300.0
+KINDS = {"plain": "plain", "tiled": "tiled_cross_entropy", "logprobs": "token_logprobs"}
 
 
 def status_mib(name: str) -> float:
@@ -66,28 +69,54 @@ def head_step(kind: str, tokens: int, classes: int, hidden: int) -> Callable[[],
     return step
 
 
-def head_memory(kind: str, tokens: int, classes: int, hidden: int) -> float:
-    torch.set_num_threads(2)
+def head_memory(kind: str, tokens: int, classes: int, hidden: int, threads: int) -> float:
+    torch.set_num_threads(threads)
     step = head_step(kind, tokens, classes, hidden)
     head_step(kind, 8, classes, hidden)()  # what libraries keep for themselves
-    mib = extra_mib(step)
-    torch.set_num_threads(1)
-    return mib
+    return extra_mib(step)
 
 
-def head_times(tokens: int, classes: int, hidden: int, rounds: int) -> dict[str, float]:
-    """Each kind's processor time against the plain one's: medians over rounds."""
-    steps = {kind: head_step(kind, tokens, classes, hidden) for kind in ("plain", "tiled", "logprobs")}
+def most(ranks: int, step: Callable[..., float], *args: Any) -> float:
+    """What the rank with most says, each in a new process: one that ran before keeps memory for later."""
+    with RankPool(ranks) as pool:
+        return max(pool.run(step, *args, ranks=ranks, timeout=TIMEOUT))
+
+
+def memory_table(options: argparse.Namespace) -> Table:
+    def measured(kind: str, tokens: int) -> float:
+        return most(1, head_memory, kind, tokens, options.classes, options.hidden, options.threads)
+
+    tokens = options.memory_tokens
+    few, more = measured("plain", tokens // 8), measured("plain", tokens // 4)
+    found = {"plain": few + 7 * (more - few)}
+    found |= {kind: measured(kind, tokens) for kind in ("tiled", "logprobs")}
+    table = Table(title=f"a head: {tokens} tokens, {options.classes} classes, hidden {options.hidden}, fp32")
+    for column in ("loss", "extra MiB", "of plain"):
+        table.add_column(column, justify="right")
+    for kind, mib in found.items():
+        table.add_row(KINDS[kind], f"{mib:.0f}", f"{mib / found['plain']:.3f}")
+    return table
+
+
+def time_table(options: argparse.Namespace) -> Table:
+    torch.set_num_threads(options.threads)
+    steps = {kind: head_step(kind, options.tokens, options.classes, options.hidden) for kind in KINDS}
     seconds: dict[str, list[float]] = {kind: [] for kind in steps}
-    for _ in range(rounds):
+    for turn in range(options.rounds + 1):
         for kind, step in steps.items():
-            start = time.process_time()
+            start = time.perf_counter()
             step()
-            seconds[kind].append(time.process_time() - start)
-    return {
-        kind: statistics.median(a / b for a, b in zip(seconds[kind], seconds["plain"], strict=True))
-        for kind in seconds
-    }
+            if turn:  # the first warms up
+                seconds[kind].append(time.perf_counter() - start)
+    table = Table(
+        title=f"a head: {options.tokens} tokens, {options.classes} classes, hidden {options.hidden}, fp32"
+    )
+    for column in ("loss", "seconds", "of plain"):
+        table.add_column(column, justify="right")
+    for kind, mine in seconds.items():
+        ratio = statistics.median(a / b for a, b in zip(mine, seconds["plain"], strict=True))
+        table.add_row(KINDS[kind], f"{statistics.median(mine):.2f}", f"{ratio:.2f}")
+    return table
 
 
 class Layer(nn.Module):
@@ -134,26 +163,51 @@ def train_step(tokens: int, saves: bool, layers: int, size: int, classes: int) -
     return extra_mib(step)
 
 
-def longest(pool: RankPool, sizes: tuple[int, int, int]) -> tuple[int, float]:
+def longest(run: Callable[[int, bool], float]) -> tuple[int, float]:
     """The longest sequence that the plain scope trains within the limit, and its memory: by how that grows."""
-    few, more = (max(pool.run(train_step, n, False, *sizes, ranks=2, timeout=600.0)) for n in (2048, 6144))
-    tokens = int(2048 + (LIMIT_MIB - few) / (more - few) * 4096) // 512 * 512
-    while (mib := max(pool.run(train_step, tokens, False, *sizes, ranks=2, timeout=600.0))) > LIMIT_MIB:
-        tokens -= 512
+    few, more = run(2048, False), run(6144, False)
+    tokens = int(2048 + (LIMIT_MIB - few) / (more - few) * 4096) // 256 * 256
+    while (mib := run(tokens, False)) > LIMIT_MIB:
+        tokens -= 256
     return tokens, mib
+
+
+def longest_table(options: argparse.Namespace) -> Table:
+    def run(tokens: int, saves: bool) -> float:
+        return most(2, train_step, tokens, saves, options.layers, options.size, options.classes)
+
+    table = Table(
+        title=f"training in {LIMIT_MIB} MiB a rank, 2 ranks: {options.layers} layers of {options.size}, "
+        f"MLPs of {4 * options.size}, {options.classes} classes, fp32"
+    )
+    for column in ("scope", "tokens", "MiB a rank", "of plain's longest"):
+        table.add_column(column, justify="right")
+    tokens, mib = longest(run)
+    table.add_row("plain, its longest", str(tokens), f"{mib:.0f}", "1")
+    for times in options.times:
+        mib = run(times * tokens, True)
+        table.add_row("tiled MLP, tiled loss, checkpoints", str(times * tokens), f"{mib:.0f}", str(times))
+    return table
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Memory and time of long sequences.")
-    for name, value in {
-        "tokens": 1024,
-        "memory-tokens": 32768,
+    parser.add_argument("--part", choices=("memory", "time", "longest", "all"), default="all")
+    sizes = {
         "classes": 32000,
         "hidden": 1024,
+        "memory-tokens": 32768,
+        "tokens": 2048,
         "rounds": 3,
-    }.items():
+        "threads": 2,
+        "layers": 2,
+        "size": 128,
+    }
+    parser.add_argument(
+        "--times", type=int, nargs="*", default=[4], help="how many times the longest is tried"
+    )
+    for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--no-longest", action="store_true", help="leave out the longest sequence")
     return parser.parse_args()
 
 
@@ -161,54 +215,12 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(1)
     console = Console(width=110)
-    with RankPool(2) as pool:
-        quarter = options.memory_tokens // 4
-        plain = (
-            4
-            * pool.run(
-                head_memory, "plain", quarter, options.classes, options.hidden, ranks=1, timeout=600.0
-            )[0]
-        )
-        memory = {
-            kind: pool.run(
-                head_memory,
-                kind,
-                options.memory_tokens,
-                options.classes,
-                options.hidden,
-                ranks=1,
-                timeout=600.0,
-            )[0]
-            for kind in ("tiled", "logprobs")
-        }
-        times = head_times(options.tokens, options.classes, options.hidden, options.rounds)
-        table = Table(title=f"a head: {options.classes} classes, hidden {options.hidden}, fp32")
-        for column in (
-            "loss",
-            f"extra MiB at {options.memory_tokens} tokens",
-            "of plain",
-            f"time of plain at {options.tokens} tokens",
-        ):
-            table.add_column(column, justify="right")
-        table.add_row("plain", f"{plain:.0f}", "1.000", "1.00")
-        for kind, name in (("tiled", "tiled_cross_entropy"), ("logprobs", "token_logprobs")):
-            table.add_row(name, f"{memory[kind]:.0f}", f"{memory[kind] / plain:.3f}", f"{times[kind]:.2f}")
-        console.print(table)
-        if not options.no_longest:
-            console.print(longest_table(pool))
-
-
-def longest_table(pool: RankPool) -> Table:
-    sizes = (2, 128, 32000)
-    table = Table(title=f"training in {LIMIT_MIB} MiB a rank, 2 ranks: 2 layers of 128, 32000 classes, fp32")
-    for column in ("scope", "tokens", "MiB a rank", "of plain's longest"):
-        table.add_column(column, justify="right")
-    tokens, mib = longest(pool, sizes)
-    table.add_row("plain, its longest", str(tokens), f"{mib:.0f}", "1.0")
-    for times in (1, 4):
-        mib = max(pool.run(train_step, times * tokens, True, *sizes, ranks=2, timeout=600.0))
-        table.add_row("tiled MLP, tiled loss, checkpoints", str(times * tokens), f"{mib:.0f}", f"{times:.1f}")
-    return table
+    if options.part in ("memory", "all"):
+        console.print(memory_table(options))
+    if options.part in ("longest", "all"):
+        console.print(longest_table(options))
+    if options.part in ("time", "all"):
+        console.print(time_table(options))
 
 
 if __name__ == "__main__":
