@@ -30,7 +30,8 @@ PAGE = ROOT / "docs" / "models.md"
 RANKS = (2, 3)
 TIMEOUT = 120.0
 NOT_SMALL = "not made small"
-ORDER = ("failed", "wrong", "refused", "exact")
+NO_REFERENCE = "no reference"
+ORDER = ("failed", "wrong", "refused", NO_REFERENCE, "exact")
 # Families with recurrent, convolution or linear-attention layers, which the page counts apart.
 RECURRENT = frozenset(
     [
@@ -74,8 +75,9 @@ ranks and compared with eager attention in one process: loss to 1e-5, every grad
 packed documents (packed), padding on the right (right) and on the left (left).
 `exact`: all of these. `partly`: the kinds that are named are refused, the others exact. `refused`: an error before the
 first step that names the layer. The last column is with `unknown="gather"`, which runs such layers on the whole
-sequence on every rank; on 2 ranks, for the same kinds of rows. A model of another kind, or one of yours,
-is looked at in the same way when it is first called.
+sequence on every rank; on 2 ranks, for the same kinds of rows. `no reference`: for the kinds that are named, one
+process's own eager loss or gradients are not finite, so there is nothing to compare with. A model of another kind, or
+one of yours, is looked at in the same way when it is first called.
 
 {counts}
 
@@ -102,8 +104,11 @@ def gathered_outcome(pool: RankPool, family: str) -> str:
         found = run(pool, family, 2, model_sweep.WHATS, {"unknown": "gather"})
     except Exception:
         return "failed"
-    kinds = {kind for rank in found for kind, _ in rank.values()}
-    return "partly" if kinds == {"exact", "refused"} else min(kinds, key=ORDER.index)
+    kinds = {what: min((rank[what].kind for rank in found), key=ORDER.index) for what in model_sweep.WHATS}
+    without = [what for what, kind in kinds.items() if kind == NO_REFERENCE]
+    others = set(kinds.values()) - {NO_REFERENCE} or {NO_REFERENCE}
+    worst = "partly" if others == {"exact", "refused"} else min(others, key=ORDER.index)
+    return f"{worst}; {', '.join(without)}: {NO_REFERENCE}" if without and worst != NO_REFERENCE else worst
 
 
 def outcome(pool: RankPool, family: str) -> tuple[str, str]:
@@ -124,8 +129,8 @@ def outcome(pool: RankPool, family: str) -> tuple[str, str]:
         return "exact", ""
     worst = min((kinds[what] for what in bad), key=ORDER.index)
     text = next(texts[what] for what in bad if kinds[what] == worst)
-    if worst == "refused" and len(bad) < len(model_sweep.WHATS):
-        return "partly", f"{', '.join(bad)}: {text}"
+    if worst in ("refused", NO_REFERENCE) and len(bad) < len(model_sweep.WHATS):
+        return "partly" if worst == "refused" else NO_REFERENCE, f"{', '.join(bad)}: {text}"
     return worst, text
 
 
@@ -175,9 +180,9 @@ def page() -> str:
     rows = [row for row in every if row[1] != NOT_SMALL]
     left_out = [row[0] for row in every if row[1] == NOT_SMALL]
     kinds, gathered = [row[1] for row in rows], sum(row[3] == "exact" for row in rows)
-    counts = ", ".join(
-        f"{kinds.count(kind)} {kind}" for kind in ("exact", "partly", "refused", "wrong", "failed")
-    )
+    shown = ("exact", "partly", "refused", "wrong", "failed")
+    shown += (NO_REFERENCE,) if NO_REFERENCE in kinds else ()
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in shown)
     text = f"{len(rows)} families: {counts}; {gathered} are exact with gathering."
     plain = [row for row in rows if row[0] not in RECURRENT]
     exact, after = (sum(row[column] == "exact" for row in plain) for column in (1, 3))

@@ -7,6 +7,7 @@ compared with one process on the same batch, and if that does not keep documents
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -25,7 +26,10 @@ _LOSS, _GRADIENT = 1e-5, 1e-3  # relative; of gradients, to the largest of each 
 
 
 class Outcome(NamedTuple):
-    """`kind`: exact, refused, failed or wrong. `text`: the differences, or the error."""
+    """`kind`: exact, refused, failed, wrong, or no reference where one process's own numbers are not finite.
+
+    `text`: the differences, or the error.
+    """
 
     kind: str
     text: str
@@ -95,6 +99,10 @@ def _outcome(
 
 
 def _compare(loss: float, found: list[Tensor], expected: float, gradients: list[Tensor]) -> Outcome:
+    if not _are_finite(expected, gradients):
+        return Outcome("no reference", "one process's own loss or gradients are not finite")
+    if not _are_finite(loss, found):
+        return Outcome("wrong", "the loss or gradients are not finite")
     largest = max(float(g.abs().max()) for g in gradients)
     worst = max(
         float((a - b).abs().max()) / max(1e-3 * largest, float(b.abs().max()))
@@ -103,6 +111,10 @@ def _compare(loss: float, found: list[Tensor], expected: float, gradients: list[
     off = abs(loss - expected) / abs(expected)
     kind = "exact" if off < _LOSS and worst < _GRADIENT else "wrong"
     return Outcome(kind, f"loss {off:.1e}, gradients {worst:.1e}")
+
+
+def _are_finite(loss: float, gradients: list[Tensor]) -> bool:
+    return math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
 def _one_process(model: Any, batch: dict[str, Tensor], alone: bool) -> tuple[float, list[Tensor]]:
