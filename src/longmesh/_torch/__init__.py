@@ -249,6 +249,14 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """The module that this one runs compiled: itself after module.compile(), the one inside of torch.compile(module);
+    None if it is not compiled."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return module
+    return module._modules.get("_orig_mod")
+
+
 def share_state(module: nn.Module, source: nn.Module) -> None:
     """`module` has the parameters, buffers and children of `source` from now on, under the same names."""
     module._parameters = source._parameters

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longmesh.errors import LongmeshError
+from longmesh.hf.open_batch import current_look
 from longmesh.tiles import tiled_cross_entropy
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
@@ -40,7 +41,9 @@ def tiled_loss(model: nn.Module, part: Mapping[str, Any], num_items: int | Tenso
     plain, head = _head_of(model)
     caught: list[Tensor] = []
 
-    def show_one(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def show_one(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if current_look() is not None:
+            return None
         caught.append(args[0])
         return (args[0][:, -1:], *args[1:])
 
@@ -50,7 +53,6 @@ def tiled_loss(model: nn.Module, part: Mapping[str, Any], num_items: int | Tenso
     finally:
         handle.remove()
     softcap = getattr(plain.config.get_text_config(), "final_logit_softcapping", None)
-    # The last one: a scope looks at a model before its first step, by running it.
     hidden = caught[-1] if caught else None
     _check(plain, head, hidden, outputs.logits, softcap)
     assert hidden is not None

@@ -98,7 +98,6 @@ def _whole(
             f"hf.context_parallel(unknown='gather'): {type(module).__name__} gets no mask, so in a row of {what}; give "
             "one document a row, without padding"
         )
-    _check_shapes(module, tokens, (args, kwargs))
 
     def gather(value: Any) -> Any:
         if isinstance(value, CutMask):
@@ -116,21 +115,33 @@ def _whole(
 
     given, named = gather(args), gather(kwargs)
     # As in one process: what a layer makes of masks, sinks or biases by itself, it does for eager attention.
-    with as_whole(), with_implementation(module, "eager"):
-        out = forward(*given, **named)
+    try:
+        with as_whole(), with_implementation(module, "eager"):
+            out = forward(*given, **named)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        advice = "; give one row, or one document a row" if batch.is_packed and batch.rows > 1 else ""
+        raise LongmeshError(
+            f"hf.context_parallel(unknown='gather'): {type(module).__name__} does not run on the whole sequence of "
+            f"this batch ({error}){advice}"
+        ) from error
     return take(out)
 
 
 def _check_shapes(module: nn.Module, tokens: int, given: Any) -> None:
-    """Raise for what was made from the number of tokens, such as a table of 2 * tokens relative positions."""
+    """Raise for what can't be gathered: tensors made from the number of tokens, such as a table of 2 * tokens relative
+    positions, and those with tokens in another dim. `tokens` is that of a look: no other size of the model."""
+    made = {2 * tokens, 2 * tokens - 1, 2 * tokens + 1, tokens + 1}
     for value in tree_leaves(given):
-        if isinstance(value, Tensor) and not isinstance(value, CutMask) and _token_dim(value, tokens) is None:
-            made = {2 * tokens, 2 * tokens - 1, 2 * tokens + 1, tokens + 1} & set(value.shape)
-            if made:
-                raise LongmeshError(
-                    f"hf.context_parallel(unknown='gather'): {type(module).__name__} is given a tensor of "
-                    f"{tuple(value.shape)}, made from this rank's {tokens} tokens, which can't be gathered"
-                )
+        if not isinstance(value, Tensor) or isinstance(value, CutMask):
+            continue
+        dim, shape = _token_dim(value, tokens), tuple(value.shape)
+        if (dim is None and made & set(shape)) or shape.count(tokens) > (dim is not None):
+            raise LongmeshError(
+                f"hf.context_parallel(unknown='gather'): {type(module).__name__} is given a tensor of {shape}, made "
+                f"from this rank's {tokens} tokens in a way that can't be gathered"
+            )
 
 
 def _each_token(forward: Callable[..., Any], args: Any, kwargs: Any, tokens: int) -> Any:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from longmesh.errors import LongmeshError
+from longmesh.hf.called import refuse_kind
 from longmesh.hf.observed_run import Call, CannotRun, Run, observe, quiet
 from longmesh.hf.open_batch import OpenBatch
 from longmesh.hf.positions import RULES, padding_id
@@ -46,6 +47,7 @@ def look_at(model: nn.Module, batch: OpenBatch, gather: bool = False) -> Treatme
 
     `gather`: layers that can't be cut may run on the whole sequence.
     """
+    refuse_kind(model)
     _refuse_sparse(model, batch.length)
     treatment = Treatment()
     while True:
@@ -114,6 +116,21 @@ def _look_for_mixing(model: nn.Module, batch: OpenBatch) -> None:
     for a, b in _pairs(first_run, second_run):
         if _alike(a.inputs, b.inputs, num, kept, now) and not _alike(a.outputs, b.outputs, num, kept, now):
             raise _mixes(a)
+    _refuse_pooled(model, first_run, second_run, num)
+
+
+def _refuse_pooled(model: nn.Module, first: Run, second: Run, num: int) -> None:
+    """A result of whole rows, such as that of a classifier's last token: each rank would have one of its own part."""
+    outputs = [run.calls[-1].outputs for run in (first, second)]
+    for a, b in zip(*outputs, strict=False):
+        of_rows = a.is_floating_point() and a.ndim > 1 and num not in a.shape and len(a) == first.rows
+        if of_rows and (a.shape != b.shape or not torch.allclose(a, b, rtol=1e-4, equal_nan=True)):
+            raise LongmeshError(
+                f"hf.context_parallel can't cut {type(model).__name__}: it makes one result of a whole row, of shape "
+                f"{tuple(a.shape)}, from its first, its last or all tokens, and each rank would make it from its own; "
+                "cut the model without that head, gather its hidden states "
+                "(longmesh.experimental.context_parallel_unshard) and pool those"
+            )
 
 
 def _pairs(first: Run, second: Run) -> Iterator[tuple[Call, Call]]:

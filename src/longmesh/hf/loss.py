@@ -28,15 +28,16 @@ class SharedLoss:
         _check_predicted_by_tokens(following, padding)
         self._labels_padding = padding is not None and bool(((labels != IGNORED) & (padding == 0)).any())
         self.labels, self.following = engine.shard(labels, 1), engine.shard(following, 1)
-        self.num_following = (following != IGNORED).sum()
+        self._num_following = (following != IGNORED).sum()
         self._num_labels = (labels != IGNORED).sum()
+        self._num_items = self._num_following.clone()
 
     def part(self) -> dict[str, Tensor]:
         """What to call a model with."""
         return {
             "labels": self.labels,
             "shift_labels": self.following,
-            "num_items_in_batch": self.num_following,
+            "num_items_in_batch": self._num_items,
         }
 
     def __call__(
@@ -56,7 +57,10 @@ class SharedLoss:
             "label_smoothing": label_smoothing,
         }
         if reduction != "mean" or size_average is not None or reduce is not None:
-            if not _is(target, self.following) and _is_shifted_here(target, self.labels):
+            is_unshifted = _is(target, self.labels)
+            # What a model divides by after this call: one that does not shift labels has other ones to count.
+            self._num_items.copy_(self._num_labels if is_unshifted else self._num_following)
+            if not is_unshifted and not _is(target, self.following) and _is_shifted_here(target, self.labels):
                 target = self.following.reshape(target.shape)
             return torch.nn.functional.cross_entropy(input, target, reduction=reduction, **kwargs)
         target, count = self._known(target)
@@ -71,7 +75,7 @@ class SharedLoss:
     def _known(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """The targets as they are on the whole sequence, and how many of them count."""
         if _is(target, self.following):
-            return target, self.num_following
+            return target, self._num_following
         if _is(target, self.labels):
             if self._labels_padding:
                 raise LongmeshError(
@@ -80,7 +84,7 @@ class SharedLoss:
                 )
             return target, self._num_labels
         if _is_shifted_here(target, self.labels):
-            return self.following.reshape(target.shape), self.num_following
+            return self.following.reshape(target.shape), self._num_following
         raise LongmeshError(
             f"a mean cross entropy on {target.numel()} targets inside hf.context_parallel, which are not this rank's "
             f"{self.labels.numel()} labels: a mean over this rank's part would be wrong; compute the loss from the "

@@ -28,6 +28,7 @@ class Call:
 
 @dataclass
 class Run:
+    rows: int
     calls: list[Call] = field(default_factory=list)
 
 
@@ -66,7 +67,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 def observe(model: nn.Module, given: dict[str, Tensor]) -> Run:
     """Run the model, with attention that sees each token alone."""
-    run, entered = Run(), []
+    rows, tokens = next(iter(given.values())).shape[:2]
+    run, entered = Run(rows), []
     names = {module: name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -78,7 +80,6 @@ def observe(model: nn.Module, given: dict[str, Tensor]) -> Run:
 
     handles = [module.register_forward_hook(leave, with_kwargs=True) for module in names]
     handles += [module.register_forward_pre_hook(enter) for module in names]
-    rows, tokens = next(iter(given.values())).shape[:2]
     set_look(Look(tokens, rows, given.get("position_ids")))
     try:
         model(**_accepted(model, {**given, "use_cache": False}))

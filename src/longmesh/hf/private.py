@@ -57,8 +57,10 @@ def sdpa_mask(*args: Any, **kwargs: Any) -> Any:
 
 
 def implementation_of(model: nn.Module) -> str | None:
-    """The attention implementation that a model was made with."""
-    return getattr(getattr(model, "config", None), _IMPLEMENTATION, None)
+    """The attention implementation that a model was made with, its language model if there are others inside."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, _IMPLEMENTATION, None)
 
 
 @contextlib.contextmanager

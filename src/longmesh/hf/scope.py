@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention import Exchange, Layout, masks
+from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope
 from longmesh.errors import LongmeshError
 from longmesh.hf.interface import attend_directly, attend_in_module
@@ -67,6 +68,7 @@ def context_parallel(
     cut = cut_over(
         mesh, given.ids.shape[1], mask=given.visible(batch, mask), layout=layout, exchange=exchange
     )
+    _refuse_empty(cut)
     whole = OpenBatch(cut, given, batch)
     part = whole.part(batch)
     handlers: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -85,3 +87,13 @@ def context_parallel(
     finally:
         set_batch(before)
         close_scope(mode)
+
+
+def _refuse_empty(cut: CutSequence) -> None:
+    """A model may fail on no tokens, on one rank alone."""
+    counts = cut.lead.plan.rows[0].ownership.counts
+    if min(counts) == 0:
+        raise LongmeshError(
+            f"hf.context_parallel: {cut.seq_len} tokens over {len(counts)} ranks leave rank {counts.index(0)} none; "
+            f"pad rows to {len(counts)} tokens or more, with labels of -100 and attention_mask 0"
+        )

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from longmesh.hf import alibi, positions, rope, scores
+from longmesh.hf.called import check_inputs
 from longmesh.hf.fused import cut_at_decoder
 from longmesh.hf.gather import run_gathered
 from longmesh.hf.mixers.bind import bind_mixer, is_mixer
@@ -49,6 +50,8 @@ def treat(model: nn.Module, treatment: Treatment, batch: OpenBatch) -> ExitStack
 
     if batch.features:
         undo.callback(cut_at_decoder(model, batch))
+    else:
+        undo.callback(check_inputs(model, batch))
     for module in model.modules():
         if is_mixer(module):
             undo.callback(bind_mixer(module))

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from longmesh._torch import compiled_module
+from longmesh.hf.called import refuse_compiled, refuse_options
 from longmesh.hf.gather import warn_of_memory
 from longmesh.hf.look import look_at
 from longmesh.hf.open_batch import OpenBatch, current_look, set_fusing
@@ -43,6 +45,8 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
         return threading.get_ident() == thread and current_look() is None
 
     def before(module: nn.Module, args: Any) -> None:
+        if isinstance(compiled_module(module), PreTrainedModel):
+            refuse_compiled(module)
         if not is_ours(module):
             return
         outermost.append(module)
@@ -54,17 +58,22 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
                 undo.push(treat(module, treatment, batch))
             set_fusing(bool(batch.features))
 
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
+    def after(module: nn.Module, args: Any, *rest: Any) -> Any:
         if not is_ours(module):
             return None
+        kwargs, output = (
+            rest if len(rest) == 2 else ({}, None)
+        )  # torch leaves kwargs out where a model has raised
         outermost.pop()
         if not outermost:
             set_fusing(False)
+            if output is not None:
+                refuse_options(module, kwargs, batch)
         return share_router_loss(module, output, batch)
 
     with contextlib.ExitStack() as undo:
         undo.callback(register_module_forward_pre_hook(before).remove)
-        undo.callback(register_module_forward_hook(after, always_call=True).remove)
+        undo.callback(register_module_forward_hook(after, with_kwargs=True, always_call=True).remove)
         yield
 
 

@@ -15,6 +15,11 @@ from longmesh.hf.fused import features_of
 from longmesh.hf.token_blocks import NAMES
 from longmesh.hf.visible import document_lengths, visible
 
+CUT = ("input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", *NAMES)
+_INSTEAD = {
+    "shift_labels": "; give labels, which are shifted before the cut",
+    "cu_seq_lens_q": "; give cu_seqlens=, or position_ids that start again",
+}
 _NO_ID = -2  # of tokens that are given as embeddings: no token and no padding
 
 
@@ -47,6 +52,9 @@ class WholeBatch:
             ids = torch.full(embeds.shape[:2], _NO_ID, device=embeds.device)
         assert isinstance(ids, Tensor)
         _check_shapes(batch, ids)
+        features = features_of(batch)
+        if not features:
+            _refuse_uncut(batch)
         counting = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         given = batch.get("position_ids")
         positions = given
@@ -62,7 +70,7 @@ class WholeBatch:
             in_order=in_order,
             padding=None if padding is None or bool(padding.all()) else padding,
             types=[name for name in NAMES if isinstance(batch.get(name), Tensor)],
-            features=features_of(batch),
+            features=features,
             cu_seqlens=cu_seqlens,
         )
 
@@ -80,6 +88,16 @@ class WholeBatch:
     def documents(self, *, apart: bool) -> list[list[int]]:
         """The lengths of each row's documents; `apart`: padding is documents of its own."""
         return document_lengths(self.padding, self.in_order, self.cu_seqlens, apart=apart)
+
+
+def _refuse_uncut(batch: Mapping[str, Any]) -> None:
+    """What is not known to be of tokens would reach the model whole, beside a part of the tokens."""
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.ndim and name not in CUT:
+            raise LongmeshError(
+                f"hf.context_parallel: the batch has {name} of {tuple(value.shape)}, and it is not known what of it "
+                f"would be this rank's part{_INSTEAD.get(name, '; leave it out')}. Known are {', '.join(CUT)}"
+            )
 
 
 def _check_shapes(batch: Mapping[str, Any], ids: Tensor) -> None:

@@ -1,0 +1,124 @@
+"""What a model is called with inside a scope: refused where each rank would answer for its own part only.
+
+Arguments are the same on every rank, and so is the answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from longmesh.errors import LongmeshError
+from longmesh.hf.interface import NAME
+from longmesh.hf.mixers.bind import is_mixer
+from longmesh.hf.open_batch import OpenBatch, current_look, is_whole
+from longmesh.hf.private import implementation_of
+from longmesh.hf.whole_batch import CUT
+
+
+def refuse_kind(model: nn.Module) -> None:
+    """Raise for a model that can't be cut whatever its layers do, or whose attention goes another way."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise LongmeshError(
+            f"hf.context_parallel can't cut {type(model).__name__}: its decoder gets other tokens than its encoder, "
+            "made of labels; a decoder alone (AutoModelForCausalLM) can be cut"
+        )
+    found = implementation_of(model)
+    if found != NAME and any(_attends(module) for module in model.modules()):
+        raise LongmeshError(
+            f"hf.context_parallel: {type(model).__name__} has attn_implementation={found!r}, which sees this rank's "
+            "tokens only; call hf.register() and model.set_attn_implementation('longmesh'), or make it with that"
+        )
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise for a compiled model, which can be neither looked at nor given this rank's positions."""
+    raise LongmeshError(
+        f"hf.context_parallel: {type(model).__name__} is compiled (torch.compile, torch_compile=True), so it can't be "
+        "looked at before its first step; run it without torch.compile"
+    )
+
+
+def _attends(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__ and not is_mixer(module)
+
+
+def check_inputs(model: nn.Module, batch: OpenBatch) -> Callable[[], None]:
+    """Look at what the model inside is called with, before it runs. Returns what undoes it."""
+    undo = ExitStack()
+    inner: nn.Module = getattr(model, "base_model", model)
+    signature = inspect.signature(inner.forward)
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if current_look() is None and not is_whole():
+            given = signature.bind_partial(*args, **kwargs).arguments
+            _refuse_inputs(model, {**given, **given.get("kwargs", {})}, batch)
+
+    undo.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
+    return undo.close
+
+
+def _refuse_inputs(model: nn.Module, given: dict[str, Any], batch: OpenBatch) -> None:
+    tokens = next(
+        (given[name] for name in ("input_ids", "inputs_embeds") if isinstance(given.get(name), Tensor)), None
+    )
+    local = batch.cut.num_tokens
+    if tokens is not None and tokens.shape[1:2] != (local,):
+        whole = " (the whole sequence)" if tokens.shape[1] == batch.length else ""
+        raise LongmeshError(
+            f"hf.context_parallel: {type(model).__name__} is called with {tokens.shape[1]} tokens{whole}, and this "
+            f"rank's part has {local}; call it with the part that the scope yields. Prompt tuning, which adds tokens, "
+            "can't be cut"
+        )
+    cache = given.get("past_key_values")
+    if cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0):
+        raise LongmeshError(
+            f"hf.context_parallel: {type(model).__name__} is called with past_key_values, which a scope does not cut; "
+            "leave them out. To generate, use hf.ShardedCache; prefix tuning can't be cut"
+        )
+    if given.get("encoder_hidden_states") is not None:
+        raise LongmeshError(
+            f"hf.context_parallel: {type(model).__name__} is called with encoder_hidden_states; attention to other "
+            "tokens is not cut here"
+        )
+
+
+_KNOWN = (*CUT, "shift_labels", "num_items_in_batch")
+
+
+def refuse_options(model: nn.Module, kwargs: dict[str, Any], batch: OpenBatch) -> None:
+    """Raise for what was asked of a model where each rank's answer is not a part of that of the whole."""
+    config: Any = getattr(model, "config", None)
+
+    def asked(name: str) -> Any:
+        value = kwargs.get(name)
+        return getattr(config, name, None) if value is None else value
+
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and value.ndim and not batch.features and name not in _KNOWN:
+            raise LongmeshError(
+                f"hf.context_parallel: {type(model).__name__} is called with {name} of {tuple(value.shape)}, and it is "
+                "not known what of it would be this rank's part; leave it out"
+            )
+    for name in ("logits_to_keep", "num_logits_to_keep"):
+        value = kwargs.get(name, 0)
+        if isinstance(value, Tensor) or value:
+            raise LongmeshError(
+                f"hf.context_parallel: {type(model).__name__} is called with {name}, which would keep the last tokens "
+                "of each rank's part; leave it out. To generate, use hf.ShardedCache, outside the scope"
+            )
+    if asked("output_attentions"):
+        raise LongmeshError(
+            f"hf.context_parallel: {type(model).__name__} is asked for output_attentions; attention over a cut "
+            "sequence makes no weights: set output_attentions=False"
+        )
+    if asked("return_dict") is False and asked("output_router_logits"):
+        raise LongmeshError(
+            f"hf.context_parallel: {type(model).__name__} is called with return_dict=False, so its router loss can't "
+            "be found among its outputs; leave return_dict out, or set output_router_logits=False"
+        )

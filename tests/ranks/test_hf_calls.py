@@ -1,0 +1,203 @@
+"""How a model may be called in a scope: it gives what one process gives, or it is refused on every rank."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from longmesh import hf
+from longmesh.errors import LongmeshError
+from longmesh.testing import cpu_mesh
+
+LENGTH = 13
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+IDS = torch.randint(3, 61, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def make(kind: str, implementation: str = "longmesh", **settings: Any) -> Any:
+    import transformers as t
+
+    family, _, head = kind.partition(" ")
+    config = {
+        "llama": lambda: t.LlamaConfig(**SMALL, num_key_value_heads=1),
+        "mixtral": lambda: t.MixtralConfig(
+            **SMALL, num_key_value_heads=1, num_local_experts=2, output_router_logits=True
+        ),
+        "bert": lambda: t.BertConfig(**SMALL, is_decoder=kind == "bert"),
+        "modernbert": lambda: t.ModernBertConfig(
+            **SMALL, local_attention=4, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
+        ),
+        "t5": lambda: t.T5Config(vocab_size=61, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8),
+    }[family]()
+    made = {
+        "": t.AutoModelForCausalLM,
+        "base": t.AutoModel,
+        "masked": t.AutoModelForMaskedLM,
+        "row": t.AutoModelForSequenceClassification,
+        "token": t.AutoModelForTokenClassification,
+        "answer": t.AutoModelForQuestionAnswering,
+        "seq2seq": t.AutoModelForSeq2SeqLM,
+    }[head]
+    torch.manual_seed(0)
+    model = made.from_config(config, attn_implementation=implementation)
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    return model.eval()
+
+
+def adapted(config: Any) -> Any:
+    import peft
+
+    return peft.get_peft_model(make("llama"), config)
+
+
+def call(model: Any, batch: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS} if batch is None else batch) as part:
+        return model(**{**part, **kwargs})
+
+
+def generate(model: Any) -> Any:
+    with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS}) as part:
+        return model.generate(input_ids=part["input_ids"], max_new_tokens=1)
+
+
+def compiled(model: Any) -> Any:
+    model._compiled_call_impl = model._call_impl  # as model.compile() leaves it, without what that imports
+    return model
+
+
+def refused_calls() -> dict[str, tuple[Callable[[], Any], str]]:
+    import peft
+
+    of_rows = torch.tensor([0, 1])
+    learned = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    return {
+        "sdpa": (lambda: call(make("llama", "sdpa")), "LlamaForCausalLM has attn_implementation='sdpa'"),
+        "encoder and decoder": (lambda: call(make("t5 seq2seq")), "decoder gets other tokens than its"),
+        "compiled": (
+            lambda: call(compiled(make("llama"))),
+            "is compiled (torch.compile, torch_compile=True)",
+        ),
+        "last token": (lambda: call(make("llama row")), "makes one result of a whole row, of shape (2, 2)"),
+        "pooler": (lambda: call(make("bert base")), "makes one result of a whole row, of shape (2, 16)"),
+        "whole batch": (
+            lambda: call(make("llama"), input_ids=IDS),
+            "13 tokens (the whole sequence), and this",
+        ),
+        "prompt tuning": (
+            lambda: call(adapted(peft.PromptTuningConfig(**learned))),
+            "Prompt tuning, which adds tokens, can't be cut",
+        ),
+        "prefix tuning": (
+            lambda: call(adapted(peft.PrefixTuningConfig(**learned))),
+            "is called with past_key_values, which a scope does not cut",
+        ),
+        "other tokens": (
+            lambda: call(make("bert"), encoder_hidden_states=torch.zeros(2, 5, 16)),
+            "is called with encoder_hidden_states",
+        ),
+        "generate": (lambda: generate(make("llama")), "To generate, use hf.ShardedCache"),
+        "last logits": (
+            lambda: call(make("llama"), logits_to_keep=1),
+            "logits_to_keep, which would keep the last",
+        ),
+        "weights": (
+            lambda: call(make("llama"), output_attentions=True),
+            "attention over a cut sequence makes no",
+        ),
+        "tuple": (
+            lambda: call(make("mixtral"), return_dict=False),
+            "return_dict=False, so its router loss can't be",
+        ),
+        "positions of answers": (
+            lambda: call(make("llama answer"), start_positions=of_rows),
+            "is called with start_positions of (2,)",
+        ),
+        "such a batch": (
+            lambda: call(make("llama"), {"input_ids": IDS, "start_positions": of_rows}),
+            "the batch has start_positions of (2,), and it is not known what of it would be",
+        ),
+        "shifted labels": (
+            lambda: call(make("llama"), {"input_ids": IDS, "shift_labels": IDS}),
+            "give labels, which are shifted before the cut",
+        ),
+        "one token": (
+            lambda: call(make("llama"), {"input_ids": IDS[:, :1]}),
+            "1 tokens over 2 ranks leave rank 1 none; pad rows to 2 tokens",
+        ),
+    }
+
+
+def refusals() -> dict[str, str]:
+    hf.register()
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers and peft, on what is refused here
+        for name, (attempt, _) in refused_calls().items():
+            try:
+                attempt()
+                found[name] = "not refused"
+            except LongmeshError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_what_a_part_can_not_answer_is_refused_on_every_rank(pool):
+    texts = {name: text for name, (_, text) in refused_calls().items()}
+    for found in pool.run(refusals, ranks=2, timeout=120.0):
+        assert {name: said for name, said in found.items() if texts[name] not in said} == {}
+
+
+def distances() -> dict[str, float]:
+    """Of loss and gradients from one process."""
+    import peft
+
+    hf.register()
+    labels = {"token": IDS % 2}
+    calls: dict[str, dict[str, Any]] = {
+        "llama": {"use_cache": True},
+        "llama states": {"output_hidden_states": True},
+    }
+    found = {}
+    for kind in ("bert masked", "modernbert masked", "llama token", "llama", "llama states", "llama dora"):
+        ours, plain = (
+            make(kind.removesuffix(" states").removesuffix(" dora"), i) for i in ("longmesh", "eager")
+        )
+        if kind.endswith("dora"):
+            config = peft.LoraConfig(
+                task_type="CAUSAL_LM", r=2, use_dora=True, target_modules=["v_proj", "embed_tokens"]
+            )
+            torch.manual_seed(0)
+            ours = peft.get_peft_model(ours, config)
+            torch.manual_seed(0)
+            plain = peft.get_peft_model(plain, config)
+        batch = {"input_ids": IDS, "labels": labels.get(kind.partition(" ")[2], IDS)}
+        expected = plain(**batch).loss
+        expected.backward()
+        with hf.context_parallel(cpu_mesh(2), batch) as part:
+            loss = ours(**part, **calls.get(kind, {})).loss
+            loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        worst = abs(float(total - expected.detach()))
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            if theirs.grad is not None:
+                dist.all_reduce(mine.grad)
+                worst = max(worst, float((mine.grad - theirs.grad).abs().max()))
+        found[kind] = worst
+    return found
+
+
+def test_heads_of_tokens_adapters_and_options_are_exact(pool):
+    for found in pool.run(distances, ranks=2, timeout=120.0):
+        assert max(found.values()) < 1e-5, found
