@@ -49,20 +49,20 @@ def exchange_intervals(
     sends = [_overlaps(have[me], wanted) if q != me else [] for q, wanted in enumerate(want)]
     parts = [
         pieces[number].narrow(dim, start - have[me][number][0], length).reshape(-1)
-        for cuts in sends
-        for number, start, length in cuts
+        for spans in sends
+        for number, start, length in spans
     ]
     buffer = torch.cat(parts) if parts else pieces[0].new_empty(0)
     arrivals = [_overlaps(held, want[me]) if q != me else [] for q, held in enumerate(have)]
     received = collectives.all_to_all(
         buffer,
-        recv_counts=[row * sum(length for _, _, length in cuts) for cuts in arrivals],
-        send_counts=[row * sum(length for _, _, length in cuts) for cuts in sends],
+        recv_counts=[row * sum(length for _, _, length in spans) for spans in arrivals],
+        send_counts=[row * sum(length for _, _, length in spans) for spans in sends],
         group=group,
     )
     place = 0
-    for cuts in arrivals:
-        for _, start, length in cuts:
+    for spans in arrivals:
+        for _, start, length in spans:
             target = out.narrow(dim, start - want[me][0], length)
             target.copy_(received[place : place + row * length].view(target.shape))
             place += row * length

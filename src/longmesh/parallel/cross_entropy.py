@@ -41,7 +41,7 @@ def is_sharded_by_classes(logits: torch.Tensor, target: torch.Tensor) -> bool:
         and logits.ndim > 0
         and logits.is_floating_point()
         and not target.is_floating_point()
-        and bool(logits._layout.cuts(_class_dim(logits.ndim)))
+        and bool(logits._layout.shard_axes(_class_dim(logits.ndim)))
         and not logits._layout.partial_axes
         and not torch.compiler.is_compiling()
     )
@@ -158,7 +158,7 @@ class _CrossEntropy(torch.autograd.Function):
         start = int(layout.interval(dim, terms.classes, comm.coordinate)[0])
         is_own = (target >= start) & (target < start + x.shape[dim]) & (target != terms.ignore_index)
         place = torch.where(is_own, target - start, 0).unsqueeze(dim)
-        group = comm.group(tuple(sorted(layout.cuts(dim))))
+        group = comm.group(tuple(sorted(layout.shard_axes(dim))))
 
         wide = x.float() if x.dtype in _HALVES else x
         highest = _highest(wide, dim)

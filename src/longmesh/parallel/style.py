@@ -121,7 +121,7 @@ def whole_shape(
     """The global shape of this rank's `local`; its last dim is `features` long where that is known."""
     shape = even_global_shape(layout, local.shape)
     last = local.ndim - 1
-    if features is None or not layout.cuts(last):
+    if features is None or not layout.shard_axes(last):
         return shape
     expected = layout.interval(last, features, comm.coordinate)[1]
     if comm.is_member and local.shape[last] != expected:

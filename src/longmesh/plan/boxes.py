@@ -22,11 +22,11 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=4096)
-def _interval(size: int, cuts: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Array, Array]:
+def _interval(size: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Array, Array]:
     """Start and stop along one dim, over the mesh."""
     start: Any = np.zeros((1,) * len(sizes), np.int64)
     length: Any = start + size
-    for axis in cuts:
+    for axis in axes:
         parts = sizes[axis]
         index: Any = np.arange(parts).reshape([parts if a == axis else 1 for a in range(len(sizes))])  # pyright: ignore[reportUnknownMemberType]
         chunk = -(-length // parts)
@@ -40,9 +40,9 @@ def volumes(layout: Layout, shape: Shape) -> Array:
     """How many elements each rank holds."""
     total: Any = np.ones((1,) * layout.mesh.ndim, np.int64)
     for dim, size in enumerate(shape):
-        cuts = layout.cuts(dim)
-        if cuts:
-            start, stop = _interval(size, cuts, layout.mesh.sizes)
+        axes = layout.shard_axes(dim)
+        if axes:
+            start, stop = _interval(size, axes, layout.mesh.sizes)
             total = total * (stop - start)
         else:
             total = total * size
@@ -54,15 +54,15 @@ def overlaps(src: Layout, dst: Layout, shape: Shape) -> Array:
     total: Any = np.ones((1,) * src.mesh.ndim, np.int64)
     sizes = src.mesh.sizes
     for dim, size in enumerate(shape):
-        src_cuts, dst_cuts = src.cuts(dim), dst.cuts(dim)
-        if not src_cuts and not dst_cuts:
+        src_axes, dst_axes = src.shard_axes(dim), dst.shard_axes(dim)
+        if not src_axes and not dst_axes:
             total = total * size
             continue
-        src_start, src_stop = _interval(size, src_cuts, sizes)
-        if src_cuts == dst_cuts:
+        src_start, src_stop = _interval(size, src_axes, sizes)
+        if src_axes == dst_axes:
             total = total * (src_stop - src_start)
             continue
-        dst_start, dst_stop = _interval(size, dst_cuts, sizes)
+        dst_start, dst_stop = _interval(size, dst_axes, sizes)
         common = np.minimum(src_stop, dst_stop) - np.maximum(src_start, dst_start)
         total = total * np.maximum(common, 0)
     return total

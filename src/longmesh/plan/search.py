@@ -177,7 +177,7 @@ def _append(layout: Layout, placements: dict[int, Placement], dst: Layout) -> La
 
     def place(axis: int) -> tuple[int, int]:
         placement = placements[axis]
-        order = dst.cuts(placement.dim) if isinstance(placement, Shard) else ()
+        order = dst.shard_axes(placement.dim) if isinstance(placement, Shard) else ()
         return (order.index(axis) if axis in order else len(order), axis)
 
     for axis in sorted(placements, key=place):

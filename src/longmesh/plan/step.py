@@ -109,7 +109,7 @@ def _moving_axes(src: Layout, dst: Layout) -> tuple[int, ...]:
     moving: list[int] = []
     for axis, placement in enumerate(src.placements):
         if isinstance(placement, Shard) and src.mesh.sizes[axis] > 1:
-            before, after = src.cuts(placement.dim), dst.cuts(placement.dim)
+            before, after = src.shard_axes(placement.dim), dst.shard_axes(placement.dim)
             same = dst.placements[axis] == placement and (
                 before[: before.index(axis)] == after[: after.index(axis)]
             )
@@ -127,8 +127,8 @@ def _is_gather(src: Layout, dst: Layout, axes: tuple[int, ...]) -> bool:
         elif before != after:
             return False
     return all(
-        tuple(a for a in src.cuts(dim) if a not in axes)
-        == src.cuts(dim)[: len(dst.cuts(dim))]
-        == dst.cuts(dim)
+        tuple(a for a in src.shard_axes(dim) if a not in axes)
+        == src.shard_axes(dim)[: len(dst.shard_axes(dim))]
+        == dst.shard_axes(dim)
         for dim in src.shard_dims
     )

@@ -30,10 +30,10 @@ def _symbolic_interval(size: Any, parts: int, index: int) -> tuple[IntLike, IntL
     return start, smaller(chunk, size - start)
 
 
-def nested_interval(size: IntLike, cuts: Sequence[tuple[int, int]]) -> tuple[IntLike, IntLike]:
+def nested_interval(size: IntLike, chunkings: Sequence[tuple[int, int]]) -> tuple[IntLike, IntLike]:
     """Start and length after several chunkings `(parts, index)`, the outermost first."""
     offset: IntLike = 0
-    for parts, index in cuts:
+    for parts, index in chunkings:
         start, size = chunk_interval(size, parts, index)
         offset = offset + start
     return offset, size

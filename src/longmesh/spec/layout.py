@@ -30,7 +30,7 @@ class Layout:
 
     __slots__ = (
         "__weakref__",
-        "_cuts",
+        "_shard_axes",
         "is_replicated",
         "mesh",
         "partial_axes",
@@ -45,7 +45,7 @@ class Layout:
     shard_dims: tuple[int, ...]  # the tensor dims that some axis shards, sorted
     partial_axes: tuple[int, ...]  # the axes on which a reduction is pending
     is_replicated: bool  # on every axis
-    _cuts: dict[int, tuple[int, ...]]
+    _shard_axes: dict[int, tuple[int, ...]]
 
     def __new__(
         cls,
@@ -64,14 +64,14 @@ class Layout:
 
     # -- what it says ------------------------------------------------------------------------
 
-    def cuts(self, dim: int) -> tuple[int, ...]:
+    def shard_axes(self, dim: int) -> tuple[int, ...]:
         """The axes that shard tensor dim `dim`, the outermost first."""
-        return self._cuts.get(dim, ())
+        return self._shard_axes.get(dim, ())
 
     @property
     def num_shards(self) -> int:
         """Into how many pieces the tensor is split."""
-        return _product(self.mesh.sizes[a] for axes in self._cuts.values() for a in axes)
+        return _product(self.mesh.sizes[a] for axes in self._shard_axes.values() for a in axes)
 
     @property
     def is_default_order(self) -> bool:
@@ -83,19 +83,19 @@ class Layout:
     def interval(self, dim: int, size: IntLike, coordinate: Coordinate) -> tuple[IntLike, IntLike]:
         """Start and length, along `dim` of global length `size`, of what `coordinate` holds."""
         sizes = self.mesh.sizes
-        return nested_interval(size, [(sizes[a], coordinate[a]) for a in self.cuts(dim)])
+        return nested_interval(size, [(sizes[a], coordinate[a]) for a in self.shard_axes(dim)])
 
     def local_shape(self, shape: Sequence[IntLike], coordinate: Coordinate) -> tuple[IntLike, ...]:
         """The shape of what the rank at `coordinate` holds of a tensor of `shape`."""
         return tuple(
-            self.interval(dim, size, coordinate)[1] if dim in self._cuts else size
+            self.interval(dim, size, coordinate)[1] if dim in self._shard_axes else size
             for dim, size in enumerate(shape)
         )
 
     def local_offset(self, shape: Sequence[IntLike], coordinate: Coordinate) -> tuple[IntLike, ...]:
         """Where in the global tensor that begins."""
         return tuple(
-            self.interval(dim, size, coordinate)[0] if dim in self._cuts else 0
+            self.interval(dim, size, coordinate)[0] if dim in self._shard_axes else 0
             for dim, size in enumerate(shape)
         )
 
@@ -104,14 +104,14 @@ class Layout:
     def with_placement(self, axis: int, placement: Placement) -> Layout:
         """The layout with one axis changed; an axis that starts to shard a dim does so innermost."""
         placements = (*self.placements[:axis], placement, *self.placements[axis + 1 :])
-        cuts = {dim: [a for a in axes if a != axis] for dim, axes in self.shard_order}
+        axes_of = {dim: [a for a in axes if a != axis] for dim, axes in self.shard_order}
         if isinstance(placement, Shard):
-            cuts.setdefault(placement.dim, []).append(axis)
-        return Layout(self.mesh, placements, [(dim, axes) for dim, axes in cuts.items() if axes])
+            axes_of.setdefault(placement.dim, []).append(axis)
+        return Layout(self.mesh, placements, [(dim, axes) for dim, axes in axes_of.items() if axes])
 
     def check_ndim(self, ndim: int, shape: Sequence[IntLike] | None = None) -> None:
         """Raise if a placement shards a dim that a tensor of `ndim` dims doesn't have."""
-        for dim, axes in self._cuts.items():
+        for dim, axes in self._shard_axes.items():
             if dim >= ndim:
                 of = f"shape {tuple(shape)}" if shape is not None else f"{ndim} dims"
                 raise LongmeshError(
@@ -128,7 +128,7 @@ class Layout:
             if not isinstance(placement, Shard):
                 parts.append(str(placement))
                 continue
-            axes = self._cuts[placement.dim]
+            axes = self._shard_axes[placement.dim]
             if len(axes) == 1:
                 parts.append(str(placement))
             elif axis == min(axes):
@@ -162,7 +162,7 @@ def _intern(mesh: MeshShape, placements: tuple[Placement, ...], order: ShardOrde
     layout.shard_dims = tuple(dim for dim, _ in order)
     layout.partial_axes = tuple(a for a, p in enumerate(placements) if isinstance(p, Partial))
     layout.is_replicated = all(isinstance(p, Replicate) for p in placements)
-    layout._cuts = dict(order)  # pyright: ignore[reportPrivateUsage]
+    layout._shard_axes = dict(order)  # pyright: ignore[reportPrivateUsage]
     return layout
 
 

@@ -39,11 +39,11 @@ ShardOrder = tuple[ShardOrderEntry, ...]
 
 def default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
     """Axes shard from left to right."""
-    cuts: dict[int, list[int]] = {}
+    axes_of: dict[int, list[int]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            cuts.setdefault(placement.dim, []).append(axis)
-    return tuple(ShardOrderEntry(dim, tuple(cuts[dim])) for dim in sorted(cuts))
+            axes_of.setdefault(placement.dim, []).append(axis)
+    return tuple(ShardOrderEntry(dim, tuple(axes_of[dim])) for dim in sorted(axes_of))
 
 
 def make_shard_order(
@@ -53,18 +53,18 @@ def make_shard_order(
     default = default_shard_order(placements)
     if given is None:
         return default
-    cuts = dict(default)
+    axes_of = dict(default)
     seen: list[int] = []
     for dim, axes in given:
         axes = tuple(axes)
         if dim in seen:
             raise LongmeshError(f"shard_order names dim {dim} twice; give each dim one entry")
         seen.append(dim)
-        if sorted(axes) != list(cuts.get(dim, ())):
-            holders = list(cuts.get(dim, ())) or "none"
+        if sorted(axes) != list(axes_of.get(dim, ())):
+            holders = list(axes_of.get(dim, ())) or "none"
             raise LongmeshError(
                 f"shard_order says dim {dim} is sharded over axes {list(axes)}, but the placements "
                 f"{tuple(placements)} shard it over axes {holders}; name exactly those, in the order wanted"
             )
-        cuts[dim] = axes
-    return tuple(ShardOrderEntry(dim, cuts[dim]) for dim in sorted(cuts))
+        axes_of[dim] = axes
+    return tuple(ShardOrderEntry(dim, axes_of[dim]) for dim in sorted(axes_of))

@@ -240,7 +240,7 @@ class DTensor(torch.Tensor):
 
     @property
     def shard_order(self) -> ShardOrder:
-        """Which axes cut each dim, the outermost first."""
+        """Which axes shard each dim, the outermost first."""
         return self._layout.shard_order
 
     @property
@@ -316,7 +316,7 @@ class DTensor(torch.Tensor):
 
 
 class Factor(DTensor):
-    """A DTensor whose products are taken whole (functions.py): one with a cut between its first and last dim, and
+    """A DTensor whose products run as one op (functions.py): one that is sharded between its first and last dim, and
     the weight of a linear layer.
 
     A class of its own, since torch asks `__torch_function__` at every op and attribute of a class that has one. No

@@ -1,4 +1,4 @@
-"""flex_attention on DTensors: tokens that are cut run the engine, heads and batch rows that are cut run locally.
+"""flex_attention on DTensors: sharded tokens run the engine, sharded heads and batch rows run locally.
 
 Functions of the user see the indices of the whole tensors, whatever a rank holds.
 """
@@ -44,10 +44,10 @@ def flex_attention(
     """torch.nn.attention.flex_attention.flex_attention, differentiable wherever tensors are, also over cut sequences.
 
     Plain tensors: over the whole sequence of the open scope of context parallelism, else in this process alone.
-    DTensors: batch, heads or tokens may be cut, by different mesh axes; the output lies as the query does.
+    DTensors: batch, heads or tokens may be sharded, by different mesh axes; the output is laid out as the query.
     What `score_mod` captures gets its gradient; over a cut sequence each rank's share of it.
 
-    >>> x = distribute_tensor(torch.randn(1, 2, 10, 8), mesh, [Shard(2)])  # tokens are cut
+    >>> x = distribute_tensor(torch.randn(1, 2, 10, 8), mesh, [Shard(2)])  # by tokens
     >>> def near(score, b, h, q_idx, kv_idx):
     ...     return score - 0.1 * (q_idx - kv_idx).abs()
     >>> flex_attention(x, x, x, near).placements
@@ -133,12 +133,12 @@ def _moved(score_mod: Callable[..., Tensor] | None, first: tuple[int, int]) -> C
 @kept_by_mesh(256)
 def _cut_sequence(comm: MeshComm, layout: Layout, seq_len: int) -> CutSequence:
     """Keyed by the mesh object: equal ones may belong to different process groups."""
-    mesh, axes = comm.mesh, layout.cuts(_TOKENS)
+    mesh, axes = comm.mesh, layout.shard_axes(_TOKENS)
     if not axes:
         return CutSequence(None, seq_len=seq_len, layout="contiguous")
     if len(axes) > 1 and len(axes) < mesh.ndim:
         raise LongmeshError(
-            f"flex_attention: tokens are cut by {len(axes)} of {mesh.ndim} mesh axes; cut them by one, or by all"
+            f"flex_attention: tokens are sharded by {len(axes)} of {mesh.ndim} mesh axes; shard them by one, or by all"
         )
     names = mesh.mesh_dim_names
     if mesh.ndim > 1 and names is None:

@@ -1,16 +1,16 @@
-"""Functions of torch that a DTensor takes whole, above autograd: products with a `Factor` (a tensor that has a cut
-inside, a linear layer's weight).
+"""Functions of torch that run as one op on DTensors, above autograd: products with a `Factor` (a tensor that is sharded
+between its first and last dim, a linear layer's weight).
 
-    F.linear(x, w, b)   one op and one step of autograd, linear_backward; x may be cut along any of its batch dims
+    F.linear(x, w, b)   one op and one step of autograd, linear_backward; x may be sharded along any of its batch dims
     x @ y               the same with matmul and matmul_backward
     torch.einsum        of two operands; its gradients are einsums, too
     attention           as it is: a plain mask that torch adds to the scores is known to be one
     backward, grad      as they are, with what they call (hooks, recomputed checkpoints) seen by these functions too
 
-torch itself makes of x of shape (batch, tokens, features) a matrix of batch * tokens rows, and multiplies that. Where
-the tokens are cut, a rank's rows are not one piece of those, and x would have to move. Of a linear layer torch makes
-two to four ops forward and up to nine backward, each dispatched. Every other function goes on to torch and comes back,
-op by op, below autograd (dispatch.py).
+torch itself flattens x of shape (batch, tokens, features) to batch * tokens rows. Where tokens are sharded, a rank's
+rows are not one interval of those, and x would have to be redistributed. Besides, torch splits a linear layer into two
+to four ops forward and up to nine backward, each dispatched. Every other function goes on to torch and comes back, op
+by op, below autograd (dispatch.py).
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def detach(tensor: Any) -> Any:
 
 
 def take_weight(module: nn.Module, name: str, parameter: Any) -> None:
-    """A hook of torch, called as `module` gets a parameter: the products of a linear layer are taken whole."""
+    """A hook of torch, called as `module` gets a parameter: the products of a linear layer run as one op."""
     if isinstance(module, nn.Linear) and name == "weight" and isinstance(parameter, DTensor):
         parameter.__class__ = Factor
 
@@ -257,7 +257,7 @@ OPEN: dict[Function, Function] = {torch.Tensor.backward: backward, torch.autogra
 
 
 def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """`__torch_function__` of tensors whose products are taken whole."""
+    """`__torch_function__` of tensors whose products run as one op."""
     take = WHOLE.get(func)
     if take is None and func in OPEN:
         return OPEN[func](*args, **(kwargs or {}))

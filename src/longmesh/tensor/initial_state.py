@@ -61,7 +61,7 @@ def _layer_state(module: Any, x: DTensor) -> Any:
 
 def _zeros(x: DTensor, shape: tuple[int, ...], batch: int | None, dim: int) -> DTensor:
     """Zeros of which `dim` is the batch, dim `batch` of the input."""
-    axes = () if batch is None else x._layout.cuts(batch)
+    axes = () if batch is None else x._layout.shard_axes(batch)
     placements: list[Placement] = [
         Shard(dim) if a in axes else Replicate() for a in range(x.device_mesh.ndim)
     ]

@@ -303,7 +303,7 @@ class Planner:
             pieces_of,
             want,
             fill=fill,
-            axes=tuple(sorted(layout.cuts(dim))),
+            axes=tuple(sorted(layout.shard_axes(dim))),
             row=math.prod(int(n) for d, n in enumerate(rows) if d != dim),
             dtype=dtype,
         )
@@ -327,7 +327,7 @@ class Planner:
         own = like._tensor_layout
         if row is None:
             row = math.prod(int(n) for d, n in enumerate(like.local_shape) if d != dim)
-        group = own.comm.group(tuple(sorted(own.layout.cuts(dim))) if axes is None else axes)
+        group = own.comm.group(tuple(sorted(own.layout.shard_axes(dim))) if axes is None else axes)
         slot = self.new_slot()
         self.steps.append(
             Exchange(

@@ -163,7 +163,7 @@ def _combine(
         for which, dim, *unit in entry.even:
             layout = inputs[which] if which >= 0 else outputs[-1 - which]
             size = call.tensors[which].shape[dim] if which >= 0 else call.outputs[-1 - which].shape[dim]
-            if size % math.prod((*unit, *(mesh.sizes[a] for a in layout.cuts(dim)))):
+            if size % math.prod((*unit, *(mesh.sizes[a] for a in layout.shard_axes(dim)))):
                 return None
     return Choice(inputs, outputs, combination)
 
@@ -176,12 +176,12 @@ def _layouts(
         ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
         if len(ops) > 1 and ops != {"sum", "avg"}:
             return None
-        cuts: dict[int, list[int]] = {}
+        axes_of: dict[int, list[int]] = {}
         for axis in order:
             placement = placements[axis]
             if isinstance(placement, Shard):
-                cuts.setdefault(placement.dim, []).append(axis)
-        result.append(Layout(mesh, placements, [(d, a) for d, a in cuts.items() if len(a) > 1]))
+                axes_of.setdefault(placement.dim, []).append(axis)
+        result.append(Layout(mesh, placements, [(d, a) for d, a in axes_of.items() if len(a) > 1]))
     return tuple(result)
 
 

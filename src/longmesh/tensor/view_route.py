@@ -50,7 +50,7 @@ def view_route(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) 
         lost += [dim for dim in moved if before[dim] == 1]
     source = layout
     for dim in lost:
-        for axis in layout.cuts(dim):
+        for axis in layout.shard_axes(dim):
             source = source.with_placement(axis, Replicate())
     placements = [Shard(moved[p.dim]) if isinstance(p, Shard) else p for p in source.placements]
     order: dict[int, tuple[int, ...]] = {}
@@ -81,7 +81,7 @@ def _refusal(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) ->
         return None
     mesh = layout.mesh
     dim = route.lost[0] if route.lost else route.resized[0][0]
-    axes = layout.cuts(dim)
+    axes = layout.shard_axes(dim)
     parts = math.prod(mesh.sizes[a] for a in axes)
     over = " and ".join(mesh.axis_name(a) for a in axes)
     if route.lost:

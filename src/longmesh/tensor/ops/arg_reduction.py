@@ -17,9 +17,9 @@ from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import (
     as_dims,
     bind,
-    cutting_axes,
     reduced_layout,
     reduced_shape,
+    sharding_axes,
     stand_in,
 )
 from longmesh.tensor.planner import USUAL, Part, Planned, Planner
@@ -31,7 +31,7 @@ Found = tuple[torch.Tensor, torch.Tensor]
 
 def is_ours(x: Planned, dims: tuple[int, ...]) -> bool:
     """Whether a dim is sharded that has elements and can be ordered; else the op runs by its rule."""
-    return x.numel() > 0 and bool(cutting_axes(x._layout, dims)) and not x.is_complex()
+    return x.numel() > 0 and bool(sharding_axes(x._layout, dims)) and not x.is_complex()
 
 
 def along_dim(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,7 +99,7 @@ def _pick(
     shape: list[int],
 ) -> tuple[Part, ...]:
     """The best of all ranks' candidates; of equal ones the first in the whole."""
-    axes = cutting_axes(x._layout, dims)
+    axes = sharding_axes(x._layout, dims)
     values = p.gather(values, x, axes, shape, x.dtype)
     indices = p.gather(indices, x, axes, shape, torch.int64)
     kept = _holders(p, x, dims, axes)
@@ -128,7 +128,7 @@ def top(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         return USUAL
     x = p.reduced(x)
     k, (dim,), largest, is_sorted = given["k"], dims, given["largest"], given["sorted"]
-    axes = cutting_axes(x._layout, dims)
+    axes = sharding_axes(x._layout, dims)
     start, _ = x.interval(dim)
 
     def own(local: torch.Tensor) -> Found:

@@ -1,4 +1,4 @@
-"""Attention on DTensors whose tokens are cut: the engine moves keys, and no rank holds them all.
+"""Attention on DTensors whose tokens are sharded: the engine moves keys, and no rank holds them all.
 
     q, k, v   (batch, heads, tokens, head dim), all cut alike: tokens by some axes, batch or heads by others
 
@@ -140,7 +140,7 @@ def _is_ours(given: dict[str, Any]) -> bool:
     ):
         return False
     return (
-        bool(layout.cuts(_TOKENS))
+        bool(layout.shard_axes(_TOKENS))
         and not layout.partial_axes
         and 3 not in layout.shard_dims
         and all(t._layout is layout and t._mesh is query._mesh for t in tensors)
@@ -151,7 +151,7 @@ def _is_ours(given: dict[str, Any]) -> bool:
 def _route_of(given: dict[str, Any]) -> tuple[Route, AxisGroup]:
     query: Planned = given["query"]
     own, local = query._tensor_layout, query.local_shape
-    group = own.comm.group(tuple(sorted(own.layout.cuts(_TOKENS))))
+    group = own.comm.group(tuple(sorted(own.layout.shard_axes(_TOKENS))))
     sizes = (local[1], local[3], query.dtype.itemsize)
     return _route(group, own.layout, int(query.shape[_TOKENS]), bool(given["is_causal"]), sizes), group
 

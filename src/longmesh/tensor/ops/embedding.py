@@ -37,7 +37,7 @@ class TablesOfIndices:
         """Before a lookup: remember the table's layout."""
         table, indices = args[:2]
         if isinstance(table, DTensor):
-            layout = table._layout if table._layout.cuts(0) else None
+            layout = table._layout if table._layout.shard_axes(0) else None
             self._layouts[indices] = {**self._layouts.get(indices, {}), table.shape[0]: layout}
             if args[4] if len(args) > 4 else kwargs.get("sparse"):
                 self._sparse[table.shape[0]] = layout
@@ -62,7 +62,7 @@ def embedding_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwar
         return USUAL
     given = bind(func, args, kwargs)
     grad, indices = given["grad_output"], given["indices"]
-    rows = table.cuts(0)
+    rows = table.shard_axes(0)
     batch = _batch_layout(grad._layout, rows, indices.ndim, keep=not given["scale_grad_by_freq"])
     start, length = table.interval(0, given["num_weights"], p.comm.coordinate)
     grad = p.redistribute(grad, batch)
@@ -108,15 +108,15 @@ def _table_gradient(table: Layout, batch: Layout, last: int) -> Layout:
     """Rows sharded as the table's; a sharded batch is a pending sum, sharded columns stay."""
     placements: list[Placement] = []
     for axis, placement in enumerate(batch.placements):
-        if axis in table.cuts(0):
+        if axis in table.shard_axes(0):
             placements.append(Shard(0))
         elif placement.is_shard(last):
             placements.append(Shard(1))
         else:
             placements.append(Partial() if not placement.is_replicate() else Replicate())
-    order = [(0, table.cuts(0))]
-    if batch.cuts(last):
-        order.append((1, batch.cuts(last)))
+    order = [(0, table.shard_axes(0))]
+    if batch.shard_axes(last):
+        order.append((1, batch.shard_axes(last)))
     return Layout(table.mesh, placements, order)
 
 

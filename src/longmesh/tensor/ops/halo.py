@@ -50,9 +50,9 @@ def borders_of(
     """The sharded ones of the dims that windows slide over, for an input laid out as `layout`, outputs as `out`."""
     borders: list[Border] = []
     for dim, slide in slides.items():
-        if not layout.cuts(dim):
+        if not layout.shard_axes(dim):
             continue
-        group = comm.group(tuple(sorted(layout.cuts(dim))))
+        group = comm.group(tuple(sorted(layout.shard_axes(dim))))
         have = tuple(_rows(layout, dim, slide.size, c) for c in group.members)
         windows = [slide.window(*_rows(out, dim, out_shape[dim], c)) for c in group.members]
         borders.append(Border(dim, group, have, tuple(w.rows for w in windows), windows[group.rank]))

@@ -27,7 +27,7 @@ def sliced_part(first: int, count: int, step: int, offset: int, length: int) -> 
 def slice_tensor(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(tensor.ndim, 1)
-    if not tensor._layout.cuts(dim):
+    if not tensor._layout.shard_axes(dim):
         return USUAL
     given = bind(func, args, kwargs)
     step = given["step"]
@@ -60,7 +60,7 @@ def slice_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: 
     given = bind(func, args, kwargs)
     grad, sizes, step = given["grad_output"], given["input_sizes"], given["step"]
     dim = given["dim"] % len(sizes)
-    if not grad._layout.cuts(dim):
+    if not grad._layout.shard_axes(dim):
         return USUAL
     grad = p.linear_or_reduced(grad)
     first, _ = slice_range(sizes[dim], given["start"], given["end"], step)
@@ -93,7 +93,7 @@ def slice_scatter(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: d
         raise LongmeshError(
             f"{func}: the source is {tuple(source.shape)}, the place for it {place}; they must be equal"
         )
-    if not tensor._layout.cuts(dim):
+    if not tensor._layout.shard_axes(dim):
         return USUAL
     tensor = p.reduced(tensor)
     source = p.redistribute(source, tensor._layout)
@@ -119,7 +119,7 @@ def split(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     """Pieces of a sharded dim, each sharded anew."""
     tensor = args[0]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % max(tensor.ndim, 1)
-    if not tensor._layout.cuts(dim):
+    if not tensor._layout.shard_axes(dim):
         return USUAL
     given = bind(func, args, kwargs)
     sizes = given.get("split_sizes")

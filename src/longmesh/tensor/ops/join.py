@@ -24,7 +24,7 @@ def cat(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     if not tensors:
         return USUAL
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(tensors[0].ndim, 1)
-    sharded = [t for t in tensors if t._layout.cuts(dim)]
+    sharded = [t for t in tensors if t._layout.shard_axes(dim)]
     if not sharded or any(_others(t, dim) != _others(tensors[0], dim) for t in tensors):
         return USUAL
     largest = max(sharded, key=torch.Tensor.numel)
@@ -51,7 +51,7 @@ def constant_pad(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: di
     given = bind(func, args, kwargs)
     tensor, pad, value = given["self"], list(given["pad"]), given["value"]
     widths = {tensor.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
-    sharded = [d for d, width in widths.items() if tensor._layout.cuts(d) and width != (0, 0)]
+    sharded = [d for d, width in widths.items() if tensor._layout.shard_axes(d) and width != (0, 0)]
     if not sharded or any(tensor.shape[d] + sum(widths[d]) < 0 for d in widths):
         return USUAL
     tensor = p.linear_or_reduced(tensor) if value == 0 else p.reduced(tensor)
@@ -75,7 +75,7 @@ def _pad_sharded_dim(p: Planner, tensor: Planned, dim: int, left: int, right: in
 def flip(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dims = args
     dims = [d % max(tensor.ndim, 1) for d in dims]
-    sharded = [d for d in dims if tensor._layout.cuts(d)]
+    sharded = [d for d in dims if tensor._layout.shard_axes(d)]
     if not sharded:
         return USUAL
     tensor = p.linear_or_reduced(tensor)
@@ -96,10 +96,10 @@ def roll(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     if not dims:  # rolled as if flat
         return tensor.reshape(-1).roll(shifts, 0).reshape(tensor.shape) if tensor.ndim else tensor.clone()
     dims = [d % max(tensor.ndim, 1) for d in dims]
-    if not any(tensor._layout.cuts(d) for d in dims):
+    if not any(tensor._layout.shard_axes(d) for d in dims):
         return USUAL
     for shift, dim in zip(shifts, dims, strict=True):
-        if tensor._layout.cuts(dim) and tensor.shape[dim]:
+        if tensor._layout.shard_axes(dim) and tensor.shape[dim]:
             tensor = _roll_sharded_dim(p, p.linear_or_reduced(tensor), dim, shift % tensor.shape[dim])
         else:
             tensor = p.by_rule(func, (tensor, [shift], [dim]), {})
@@ -125,7 +125,9 @@ def repeat(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     """Along a sharded dim a repetition is a cat of the tensor with itself."""
     tensor, repeats = args[0], list(args[1])
     new = len(repeats) - tensor.ndim
-    sharded = [d for d in range(tensor.ndim) if new >= 0 and tensor._layout.cuts(d) and repeats[d + new] > 1]
+    sharded = [
+        d for d in range(tensor.ndim) if new >= 0 and tensor._layout.shard_axes(d) and repeats[d + new] > 1
+    ]
     if not sharded:
         return USUAL
     for d in sharded:

@@ -42,9 +42,9 @@ def as_dims(given: Any, ndim: int) -> tuple[int, ...]:
     return tuple(d for d in result if d < ndim)
 
 
-def cutting_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
+def sharding_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
     """The mesh axes that shard any of `dims`, sorted."""
-    return tuple(sorted(axis for dim in dims for axis in layout.cuts(dim)))
+    return tuple(sorted(axis for dim in dims for axis in layout.shard_axes(dim)))
 
 
 def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool, pending: Placement) -> Layout:

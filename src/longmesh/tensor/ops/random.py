@@ -175,7 +175,7 @@ def multinomial(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dic
             f"{tuple(weights.shape)}: give 1 or 2 dims, and without replacement at most as many as there are"
         )
     layout = gradient_layout(weights._layout)
-    for axis in layout.cuts(weights.ndim - 1):
+    for axis in layout.shard_axes(weights.ndim - 1):
         layout = layout.with_placement(axis, Layout.replicated(layout.mesh).placements[axis])
     weights = p.redistribute(weights, layout)
     shape = (*weights.shape[:-1], count)

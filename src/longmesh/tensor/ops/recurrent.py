@@ -58,7 +58,7 @@ def lstm_layer_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwa
 
 def _layouts(x: Planned) -> tuple[Layout, Layout, Layout]:
     """Of what has the input's dims, of states, and of the gradients of weights."""
-    axes = x._layout.cuts(_BATCH)
+    axes = x._layout.shard_axes(_BATCH)
 
     def make(on_axes: Placement, dim: int | None) -> Layout:
         mesh = x._layout.mesh

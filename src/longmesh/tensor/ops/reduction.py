@@ -17,9 +17,9 @@ from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import (
     as_dims,
     bind,
-    cutting_axes,
     reduced_layout,
     reduced_shape,
+    sharding_axes,
     stand_in,
 )
 from longmesh.tensor.planner import USUAL, Planned, Planner
@@ -34,7 +34,7 @@ def variance(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     given = bind(func, args, kwargs)
     x: Planned = given["self"]
     dims = as_dims(given["dim"], x.ndim)
-    if not cutting_axes(x._layout, dims) or not (x.is_floating_point() or x.is_complex()):
+    if not sharding_axes(x._layout, dims) or not (x.is_floating_point() or x.is_complex()):
         return USUAL
     correction = 1 if given["correction"] is None else given["correction"]
     dtype, keepdim = x.dtype, given["keepdim"]
@@ -61,7 +61,7 @@ def vector_norm(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dic
     x: Planned = given["self"]
     order = float(given["ord"])
     dims = as_dims(given["dim"], x.ndim)
-    if order in (0, 1) or math.isinf(order) or not x.numel() or not cutting_axes(x._layout, dims):
+    if order in (0, 1) or math.isinf(order) or not x.numel() or not sharding_axes(x._layout, dims):
         return USUAL
     x = p.reduced(x)
     dtype = (given["dtype"] or x.dtype).to_real()
@@ -84,7 +84,7 @@ def log_sum_exp(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dic
     given = bind(func, args, kwargs)
     x: Planned = given["self"]
     dims = as_dims(given["dim"], x.ndim)
-    if not x.numel() or not cutting_axes(x._layout, dims) or x.is_complex():
+    if not x.numel() or not sharding_axes(x._layout, dims) or x.is_complex():
         return USUAL
     dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
     wide = p.reduced(x).to(torch.float32 if dtype in _HALVES else dtype)

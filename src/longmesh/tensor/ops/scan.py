@@ -16,7 +16,7 @@ import torch
 from longmesh._torch import OpOverload
 from longmesh.spec import Partial
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.pieces import as_dims, bind, cutting_axes, reduced_layout
+from longmesh.tensor.ops.pieces import as_dims, bind, reduced_layout, sharding_axes
 from longmesh.tensor.planner import USUAL, Part, Planned, Planner
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def scanning(
         given = bind(func, args, kwargs)
         x: Planned = given["self"]
         dims = as_dims(given["dim"], x.ndim)
-        if not x.numel() or not cutting_axes(x._layout, dims):
+        if not x.numel() or not sharding_axes(x._layout, dims):
             return USUAL
         x = _ready(p, x, given.get("dtype"))
         (dim,) = dims
@@ -64,7 +64,7 @@ def _totals_before(
     p: Planner, x: Planned, dim: int, scanned: Part, dtype: torch.dtype
 ) -> tuple[list[int], Part]:
     """Which ranks' pieces come before ours, in order, and the totals of all."""
-    axes = cutting_axes(x._layout, (dim,))
+    axes = sharding_axes(x._layout, (dim,))
     shape = [1 if d == dim else n for d, n in enumerate(x.local_shape)]
     totals = p.gather(p.local(_last, scanned, dim), x, axes, shape, dtype)
     start, _ = x.interval(dim)
@@ -77,7 +77,7 @@ def running_extremum(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs
     """cummax, cummin: values and where they are; a later equal value replaces an earlier one, a NaN stays."""
     x, dim = args
     dims = as_dims(dim, x.ndim)
-    if not x.numel() or not cutting_axes(x._layout, dims):
+    if not x.numel() or not sharding_axes(x._layout, dims):
         return USUAL
     x = p.reduced(x)
     (dim,) = dims

@@ -15,7 +15,7 @@ import torch
 
 from longmesh._torch import OpOverload, aten
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.pieces import as_dims, cutting_axes
+from longmesh.tensor.ops.pieces import as_dims, sharding_axes
 from longmesh.tensor.planner import USUAL, Planned, Planner
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -32,7 +32,7 @@ def softmax(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     if dim in range(-x.ndim, x.ndim) and dim % x.ndim not in x._layout.shard_dims:
         return USUAL
     dims = as_dims(dim, x.ndim)
-    if not x.numel() or not cutting_axes(x._layout, dims) or not x.is_floating_point():
+    if not x.numel() or not sharding_axes(x._layout, dims) or not x.is_floating_point():
         return USUAL
     dtype = torch.float32 if half_to_float else x.dtype
     wide = widened(p, x)
@@ -47,7 +47,7 @@ def softmax_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs
     """_softmax_backward_data and _log_softmax_backward_data."""
     grad, output, dim, input_dtype = args
     dims = as_dims(dim, output.ndim)
-    if not output.numel() or not cutting_axes(output._layout, dims) or not output.is_floating_point():
+    if not output.numel() or not sharding_axes(output._layout, dims) or not output.is_floating_point():
         return USUAL
     grad, output = widened(p, grad), widened(p, output)
     if func is aten._log_softmax_backward_data.default:
@@ -60,7 +60,7 @@ def layer_norm(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict
     """native_layer_norm(input, normalized_shape, weight?, bias?, eps) -> output, mean, rstd."""
     x, normalized, weight, bias, eps = args
     dims = _normalized_dims(x, normalized)
-    if not dims or not x.numel() or not cutting_axes(x._layout, dims):
+    if not dims or not x.numel() or not sharding_axes(x._layout, dims):
         return USUAL
     wide = widened(p, x)
     mean = p.reduced(wide.mean(dims, keepdim=True))
@@ -79,7 +79,7 @@ def layer_norm_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwa
     """native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight?, bias?, output_mask)."""
     grad, x, normalized, mean, rstd, weight, bias, mask = args
     dims = _normalized_dims(x, normalized)
-    if not dims or not x.numel() or not cutting_axes(x._layout, dims):
+    if not dims or not x.numel() or not sharding_axes(x._layout, dims):
         return USUAL
     grad, wide = widened(p, grad), widened(p, x)
     unit = (wide - mean) * rstd

@@ -66,7 +66,7 @@ def _exchange(p: Planner, tensor: Planned, route: ViewRoute, after: tuple[int, .
             return _scaled(route.result, to, after[to], total, c)
 
         row = math.prod(n for d, n in enumerate(sizes) if d != number)
-        axes = tuple(sorted(route.source.cuts(dim)))
+        axes = tuple(sorted(route.source.shard_axes(dim)))
         flat = p.exchange_into([flat], tensor, number, have, want, axes=axes, row=row)
         sizes[number] = want(where)[1]
     local = p.local(torch.reshape, flat, list(route.result.local_shape(after, where)))
