@@ -235,8 +235,25 @@ def test_a_run_resumes_from_what_one_rank_saved(pool, tmp_path):
         assert {"model.safetensors", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"} <= set(saved)
 
 
-def refused(what: str, folder: str) -> str:
+def with_own_loss(what: str) -> Any:
+    """Trainers whose loss is a user's own: before ours, and behind it."""
     from longmesh.hf import Trainer
+
+    class OwnLoss(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).logits.square().mean()
+
+    class Before(Trainer):
+        compute_loss = OwnLoss.compute_loss
+
+    class Behind(Trainer, OwnLoss):
+        pass
+
+    return {"own loss": Before, "other loss": Behind}.get(what, Trainer)
+
+
+def refused(what: str, folder: str) -> str:
+    Trainer = with_own_loss(what)
 
     extra: dict[str, Any] = {"max_steps": 1}
     options: dict[str, Any] = {}
@@ -273,6 +290,11 @@ def refused(what: str, folder: str) -> str:
         ("loss", r"loss='mean'\): use 'tiled', 'model' or None"),
         ("dispatch", "dispatch_batches=True with context parallelism: .* leave it unset"),
         ("batches", "the ranks of one sequence got different batches; .* seeded alike"),
+        (
+            "own loss",
+            r"Before.compute_loss does not call that of longmesh.hf.Trainer, .* super\(\).compute_loss",
+        ),
+        ("other loss", "hf.Trainer with OwnLoss, which computes its loss by itself"),
         ("alone", "has 2 ranks and accelerate sees 1 process; start the script with"),
     ],
 )

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.comm import AxisGroup, collectives, comm_of
 from longmesh.errors import LongmeshError
 
@@ -71,12 +72,15 @@ class MeshAccelerator(Accelerator):
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What one rank of each sequence holds, in the order of the data. Collective over all ranks."""
+        """What one rank of each sequence holds, in the order of the data; inside a scope, where each rank has its own
+        tokens, what all ranks hold. Collective over all ranks."""
         if use_gather_object:
             raise LongmeshError(
                 "gather_for_metrics of objects with context parallelism: every rank of a sequence would give its own; "
                 "gather tensors (eval_use_gather_object=False)"
             )
+        if current_cut() is not None:
+            return self.gather(input_data)
         return _OneOfEach(self).gather_for_metrics(input_data)
 
 

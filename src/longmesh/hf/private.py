@@ -88,6 +88,13 @@ def read_mask_function(function: Callable[..., Any]) -> tuple[str, dict[str, Any
     return name, dict(captured)
 
 
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether transformers' Trainer shifts labels where it smooths them."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 class TrainerHooks:
     """Hooks of transformers' Trainer that are not public, as methods that `longmesh.hf.Trainer` has."""
 

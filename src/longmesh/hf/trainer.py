@@ -33,10 +33,11 @@ from longmesh.hf.accelerator import MeshAccelerator, axis_size, same_batch, sum_
 from longmesh.hf.batch import scope_arguments
 from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.loop import plain_model, set_attention
-from longmesh.hf.private import TrainerHooks
+from longmesh.hf.private import TrainerHooks, shifts_labels
 from longmesh.hf.scope import context_parallel
 
 _FEW_BYTES = 2**30
+_SFT = ("trl", "SFTTrainer")  # takes shifted labels, and divides by the number of all
 
 
 class Trainer(TrainerHooks, transformers.Trainer):
@@ -68,6 +69,7 @@ class Trainer(TrainerHooks, transformers.Trainer):
         self._whole: dict[str, Any] | None = None
         self._gathers_outputs = False
         self._has_compared = False
+        self._has_computed = False
         super().__init__(*args, **kwargs)
         self._check_arguments()
         if self.cp_size > 1:
@@ -94,7 +96,16 @@ class Trainer(TrainerHooks, transformers.Trainer):
     def _check_arguments(self) -> None:
         if self.cp_size == 1:
             return
-        args = self.args
+        args, owner = self.args, self._loss_owner()
+        if owner is not transformers.Trainer and (owner.__module__.partition(".")[0], owner.__name__) != _SFT:
+            raise LongmeshError(
+                f"hf.Trainer with {owner.__name__}, which computes its loss by itself: of this rank's tokens it may be "
+                "another; known are transformers.Trainer and trl.SFTTrainer"
+            )
+        if self._loss == "tiled" and owner is not transformers.Trainer:
+            raise LongmeshError(
+                f"hf.Trainer(loss='tiled') with {owner.__name__}, which computes its loss by itself; leave loss= out"
+            )
         if not args.average_tokens_across_devices:
             raise LongmeshError(
                 "hf.Trainer with average_tokens_across_devices=False: a rank's part of a sequence is not a batch of "
@@ -106,6 +117,11 @@ class Trainer(TrainerHooks, transformers.Trainer):
             )
         if args.eval_use_gather_object:
             raise LongmeshError("hf.Trainer with eval_use_gather_object=True: gather tensors instead")
+
+    def _loss_owner(self) -> type:
+        """The class behind this one whose compute_loss is called."""
+        behind = type(self).__mro__[type(self).__mro__.index(Trainer) + 1 :]
+        return next(kind for kind in behind if "compute_loss" in vars(kind))
 
     # -- what is counted once for each sequence ----------------------------------------------------
 
@@ -137,11 +153,16 @@ class Trainer(TrainerHooks, transformers.Trainer):
         assert isinstance(self.accelerator, MeshAccelerator)
         with context_parallel(self.accelerator.cp_mesh, batch, model=self.model, **options) as mine:
             part.update(self._accepted(mine))
-            self._whole = batch
+            self._whole, self._has_computed = batch, False
             try:
                 yield
             finally:
                 self._whole = None
+        if not self._has_computed:
+            raise LongmeshError(
+                f"{type(self).__name__}.compute_loss does not call that of longmesh.hf.Trainer, so its loss is not "
+                "this rank's share as DDP averages it; give compute_loss_func=, or call super().compute_loss()"
+            )
 
     def _accepted(self, part: dict[str, Any]) -> dict[str, Any]:
         """What the model's forward takes of a scope's part, and no cache."""
@@ -161,7 +182,7 @@ class Trainer(TrainerHooks, transformers.Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """This rank's share of the loss, times the number of ranks over which gradients are averaged."""
-        whole = self._whole
+        whole, self._has_computed = self._whole, True
         if whole is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.label_smoother is not None or self.compute_loss_func is not None:
@@ -170,7 +191,8 @@ class Trainer(TrainerHooks, transformers.Trainer):
             loss = tiled_loss(model, inputs, num_items_in_batch) * self.accelerator.num_processes
             outputs = {"loss": loss}
         else:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss, outputs = found if return_outputs else (found, None)
             is_scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             loss = loss if is_scaled else loss * self.cp_size
             if return_outputs and self._gathers_outputs:
@@ -183,6 +205,8 @@ class Trainer(TrainerHooks, transformers.Trainer):
             return False
         if self._loss == "tiled":
             return True
+        if self._loss_owner() is not transformers.Trainer:
+            return False
         assert self._whole is not None
         classes = plain_model(self.accelerator.unwrap_model(self.model)).config.get_text_config().vocab_size
         if not self.model_accepts_loss_kwargs or "shift_labels" not in inputs:
@@ -204,8 +228,9 @@ class Trainer(TrainerHooks, transformers.Trainer):
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
         else:
             assert self.label_smoother is not None
+            shifts = shifts_labels(plain_model(self.accelerator.unwrap_model(self.model)))
             loss = self.label_smoother(
-                outputs, labels, shift_labels=True, num_items_in_batch=num_items_in_batch
+                outputs, labels, shift_labels=shifts, num_items_in_batch=num_items_in_batch
             )
         scale = self.cp_size if num_items_in_batch is None else self.accelerator.num_processes
         # Backward gives each rank the gradient of its own tokens: their sum is the whole's. The value is the whole's
