@@ -62,7 +62,7 @@ class Plain:
         return self.put(whole, layout).requires_grad_()
 
     def move(self, x, layout):
-        return x.clone()
+        return x.clone(memory_format=torch.contiguous_format)
 
     def saved(self, x, layout):
         return x.detach().clone()
@@ -98,8 +98,10 @@ class Sharded(Plain):
         return distribute_tensor(whole, self.mesh, self.placements(layout))
 
     def move(self, x, layout):
-        # To the layout it has it would be the tensor itself, and a write to one a write to the other.
-        return x.redistribute(placements=self.placements(layout)).clone()
+        # To the layout it has it would be the tensor itself, and a write to one a write to the other. What was sent is
+        # dense, in whichever order of its dims was cheapest to send.
+        moved = x.redistribute(placements=self.placements(layout))
+        return moved.clone(memory_format=torch.contiguous_format)
 
     def saved(self, x, layout):
         made = distribute_tensor(torch.zeros(x.shape, dtype=x.dtype), self.mesh, self.placements(layout))

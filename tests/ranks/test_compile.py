@@ -29,6 +29,9 @@ def backward_outside(backend, shape, of_input, of_weight):
         out = run(distribute_tensor(torch.randn(shape), mesh, [of_input]), w)
         out.sum().backward()
         results.append((out.placements, w.grad.full_tensor()))
+    written = distribute_tensor(torch.ones(7, 1), mesh, [Shard(1)])  # its part is empty on one rank
+    total = torch.compile(lambda x: x.mul_(0.5).sum(), backend=backend)(written)
+    assert (total.full_tensor().item(), written.full_tensor().sum().item()) == (3.5, 3.5)
     (layout, grad), (compiled_layout, compiled_grad) = results
     return layout == compiled_layout and torch.allclose(grad, compiled_grad)
 

@@ -134,6 +134,7 @@ def silence():
     pending, again = (distribute(whole, mesh, Layout(mesh, [Partial()]), seed=s) for s in (0, 1))
     cut = distribute(whole, mesh, Layout(mesh, [Shard(0)]))
     row = distribute(whole[0], mesh, Layout(mesh, [Replicate()]))
+    column = distribute(whole[:, :1], mesh, Layout(mesh, [Shard(1)]))
     with record_comm() as log:
         made = [
             (pending + again) * 3,
@@ -143,6 +144,7 @@ def silence():
             functional.gelu(cut + row) * cut,
             torch.where(cut > 0, cut, row),
             pending + row,
+            column + column.clone().copy_(column),
         ]
     return len(log.events), [tuple(map(str, t.placements)) for t in made]
 
@@ -150,7 +152,7 @@ def silence():
 def test_what_sends_nothing(pool):
     events, placements = pool.run(silence, ranks=3)[0]
     assert events == 0
-    assert placements == [("P",), ("P",), ("P",), ("R",), ("S(0)",), ("S(0)",), ("P",)]
+    assert placements == [("P",), ("P",), ("P",), ("R",), ("S(0)",), ("S(0)",), ("P",), ("S(1)",)]
 
 
 def directly(shape, placements):

@@ -166,6 +166,24 @@ dispatch_mode_count: Callable[[], int] = find(
 function_mode_count: Callable[[], int] = find(
     "torch._C:_len_torch_function_stack", "the short way of ops", otherwise=lambda: 1
 )
+_mode_at = find("torch._C:_get_dispatch_stack_at", "the short way of ops")
+_push_mode = find("torch._C:_push_on_torch_dispatch_stack", "the short way of ops")
+_pop_mode = find("torch._C:_pop_torch_dispatch_stack", "the short way of ops")
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes that are active, the innermost last."""
+    return [_mode_at(number) for number in range(dispatch_mode_count())]
+
+
+def set_dispatch_modes(modes: list[Any]) -> None:
+    """These dispatch modes are active, and no others: after an error that left others."""
+    for _ in range(dispatch_mode_count()):
+        _pop_mode(None)
+    for mode in modes:
+        _push_mode(mode)
+
+
 # The level of torch.func transforms that we are in; None outside.
 functorch_level: Callable[[], int | None] = find(
     "torch._C._functorch:maybe_current_level", "the short way of ops", otherwise=lambda: 1

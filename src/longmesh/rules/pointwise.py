@@ -69,15 +69,17 @@ def shard_of(meta: Meta, dim: int, ndim: int) -> Placement:
 
 
 def shard_lines(call: OpCall) -> list[AxisRule]:
-    """One line per dim of the broadcast result."""
+    """One line per dim of the broadcast result; one of size 1 is as any other, in operands that have it."""
     shape = broadcast_shape(call)
     ndim = len(shape)
-    if len(call.tensors) == 1:  # nothing broadcasts: a dim of size 1 is as any other
-        return [line([S(dim)], (S(dim),) * len(call.outputs)) for dim in range(ndim)]
+
+    def operand(meta: Meta, dim: int, size: int) -> Placement:
+        own = dim - (ndim - meta.ndim)
+        return S(own) if own >= 0 and meta.shape[own] == size else R
+
     return [
-        line([shard_of(meta, dim, ndim) for meta in call.tensors], (S(dim),) * len(call.outputs))
+        line([operand(meta, dim, size) for meta in call.tensors], (S(dim),) * len(call.outputs))
         for dim, size in enumerate(shape)
-        if size != 1
     ]
 
 

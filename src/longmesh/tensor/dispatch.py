@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload, dispatch_mode_count
+from longmesh._torch import OpOverload, dispatch_mode_count, dispatch_modes, set_dispatch_modes
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.make_plan import PlanMaker, dtensors_of
 from longmesh.tensor.op_key import (
@@ -172,6 +172,24 @@ class Dispatcher(PlanMaker):
             found = lead.plans.get(key)
         if type(found) is OpPlan:
             return found
+        modes, needs_grad = dispatch_modes(), torch.is_grad_enabled()
+        try:
+            return self._find_anew(table, lead, key, args, kwargs, note)
+        except BaseException:  # a RecursionError may come where a mode is taken off or put back
+            set_dispatch_modes(modes)
+            torch.set_grad_enabled(needs_grad)
+            raise
+
+    def _find_anew(
+        self,
+        table: OpTable,
+        lead: TensorLayout,
+        key: tuple[Any, ...] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        note: tuple[Any] | None,
+    ) -> OpPlan:
+        """Make a plan, from the recipe of others like it if there is one, and keep it."""
         layouts = [t._tensor_layout for t in dtensors_of(args, kwargs)]
         is_symbolic = any(own.is_symbolic for own in layouts)
         kinds: tuple[Any, ...] | None = None

@@ -179,8 +179,8 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """The same global tensor in another layout, by the cheapest plan. Collective: every rank of the mesh.
 
-        Its gradient comes back in this tensor's layout. With `async_op` the last collective may still be
-        under way when it returns; the result waits when first used.
+        Its gradient comes back in this tensor's layout. The result is dense; its strides may differ. With `async_op`
+        the last collective may still be under way when it returns; the result waits when first used.
         """
         if device_mesh is not None and device_mesh != self._mesh:
             raise LongmeshError(
