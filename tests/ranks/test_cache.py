@@ -159,6 +159,31 @@ def test_a_rank_without_visible_keys_sends_nothing(pool):
     assert pool.run(silent_rank, 3, ranks=3) == [0, 9 * 4 * 2, 0]
 
 
+def kept_window(ranks: int) -> tuple[str, int]:
+    pool = PagePool(cpu_mesh(ranks), num_pages=6, page=2, layers=1, kv_heads=1, head_dim=8, window=4)
+    sequence, texts = pool.sequence(), ""
+    torch.manual_seed(0)
+    for _ in range(40):
+        step = pool.step([(sequence, 1)])
+        q, k, v = (torch.randn(1, 1, 8) for _ in range(3))
+        step.attend(0, q, k, v, window=3)
+        step.commit()
+    try:
+        pool.step([(sequence, 1)]).attend(0, q, k, v)
+    except LongmeshError as error:
+        texts = str(error)
+    return texts, pool.book.num_used
+
+
+def test_a_pool_with_a_window_gives_pages_back_and_refuses_a_larger_one(pool):
+    for text, used in pool.run(kept_window, 2, ranks=2):
+        assert (
+            "window=None, of a pool that was made with window=4 and gives older pages back; give window=4 or"
+            in text
+        )
+        assert used <= 4
+
+
 def part_ways(ranks: int, what: str) -> str:
     pool = PagePool(cpu_mesh(ranks), num_pages=4, page=4, layers=1, kv_heads=1, head_dim=8)
     torch.manual_seed(dist.get_rank() if what == "state" else 0)

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.cache import PagePool
+from longmesh.errors import LongmeshError
 from longmesh.plan import Cluster, Level, Link, named_cluster
 from longmesh.testing import cpu_mesh
 from support.cache_reference import Dense
@@ -49,10 +50,6 @@ class Program:
         self.heads = self.kv_heads * self.draw.choice((1, 2, 3))
         self.dim, self.v_dim = self.draw.choice(((8, 8), (8, 4), (4, 8)))
         page = self.draw.choice((1, 2, 3, 7, 16))
-        self.pool = PagePool(
-            mesh, num_pages=_TOKENS // page + 12, page=page, layers=1, kv_heads=self.kv_heads, head_dim=self.dim,
-            v_head_dim=self.v_dim, dtype=torch.float64, cluster=self.draw.choice((None, NO_LATENCY)),
-        )  # fmt: skip
         self.options: dict[str, Any] = self.draw.choice(
             (
                 {},
@@ -63,6 +60,12 @@ class Program:
                 {"sinks": torch.linspace(-1, 1, self.heads)},
             )
         )
+        window = self.options.get("window")
+        self.pool = PagePool(
+            mesh, num_pages=_TOKENS // page + 12, page=page, layers=1, kv_heads=self.kv_heads, head_dim=self.dim,
+            v_head_dim=self.v_dim, dtype=torch.float64, cluster=self.draw.choice((None, NO_LATENCY)),
+            window=window if self.draw.random() < 0.7 else None,
+        )  # fmt: skip
         self.live: list[tuple[Any, Dense]] = []
         self.worst, self.results = 0.0, []
 
@@ -93,8 +96,12 @@ class Program:
         if self.live:
             sequence, dense = self.draw.choice(self.live)
             length = self.draw.randint(0, len(sequence))
-            self.pool.crop(sequence, length)
-            dense.crop(length)
+            try:
+                self.pool.crop(sequence, length)
+            except LongmeshError:  # a pool that gives pages back can't have them again
+                assert self.pool.book.window is not None and 0 < length < len(sequence)
+            else:
+                dense.crop(length)
 
     def free(self) -> None:
         if self.live:

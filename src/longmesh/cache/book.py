@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence as Listed
 from typing import NamedTuple
 
 from longmesh.cache.ledger import Ledger
-from longmesh.cache.moving import Moved, Moving
+from longmesh.cache.moving import Moved, Moving, places_of
 from longmesh.cache.placement import Placement, Span
-from longmesh.cache.sequence import Sequence
+from longmesh.cache.sequence import GONE, Sequence
 from longmesh.errors import LongmeshError
 
 
@@ -25,13 +25,16 @@ class Copy(NamedTuple):
 
 
 class Book:
-    """`num_pages` pages of `page` tokens on each of `num_ranks` ranks, and the sequences in them."""
+    """`num_pages` pages of `page` tokens on each of `num_ranks` ranks, and the sequences in them.
 
-    def __init__(self, num_ranks: int, num_pages: int, page: int) -> None:
+    `window`: no query sees more keys than these, itself included; pages that fell out of it are given back.
+    """
+
+    def __init__(self, num_ranks: int, num_pages: int, page: int, window: int | None = None) -> None:
         for name, value, least in (("page", page, 1), ("num_pages", num_pages, 0)):
             if not isinstance(value, int) or value < least:
                 raise LongmeshError(f"PagePool: {name}={value!r}; give a whole number, {least} or more")
-        self.page = page
+        self.page, self.window = page, window
         self.ledgers = [Ledger(num_pages) for _ in range(num_ranks)]
         self._made = 0
         self.live: dict[int, Sequence] = {}  # by name, those that are not freed
@@ -86,26 +89,37 @@ class Book:
         branch.width, branch.by_cost = source.width, source.by_cost
         branch.lie(source.placement, [list(table) for table in source.tables], self.num_ranks)
         source.changed()
-        for rank, table in zip(branch.placement.ranks, branch.tables, strict=True):
-            for page in table:
-                self.ledgers[rank].share(page)
+        branch.first_page = source.first_page
+        for _, (rank, page) in places_of(branch):
+            self.ledgers[rank].share(page)
         return branch
 
     def crop(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens."""
+        self.check_crop(sequence, length)
+        placement = sequence.placement
+        for slot, table in enumerate(sequence.tables):
+            keep = placement.num_pages(slot, length)
+            self.drop(placement.ranks[slot], [page for page in table[keep:] if page != GONE])
+            del table[keep:]
+        sequence.length = length
+        sequence.first_page = min(sequence.first_page, -(-length // self.page))
+        sequence.hidden = tuple((a, min(b, length)) for a, b in sequence.hidden if a < length)
+        sequence.changed()
+
+    def check_crop(self, sequence: Sequence, length: int) -> None:
+        """Raise unless `crop` can be done."""
         self.check(sequence)
         if not 0 <= length <= sequence.length:
             raise LongmeshError(
                 f"crop to {length} tokens: the sequence has {sequence.length}; give 0 to {sequence.length}"
             )
-        placement = sequence.placement
-        for slot, table in enumerate(sequence.tables):
-            keep = placement.num_pages(slot, length)
-            self.drop(placement.ranks[slot], table[keep:])
-            del table[keep:]
-        sequence.length = length
-        sequence.hidden = tuple((a, min(b, length)) for a, b in sequence.hidden if a < length)
-        sequence.changed()
+        least = sequence.first_page * self.page + (self.window or 1) - 1
+        if sequence.first_page and 0 < length < min(least, sequence.length):
+            raise LongmeshError(
+                f"crop to {length} tokens: pages that no window of {self.window} tokens sees any more were given back; "
+                f"give {min(least, sequence.length)} or more, or 0"
+            )
 
     def free(self, sequence: Sequence) -> None:
         """Give the sequence's pages back; it can't be used any more."""
@@ -164,11 +178,28 @@ class Book:
             self.check(sequence)
             if count < 0:
                 raise LongmeshError(f"a step of {count} tokens; give 0 or more for each sequence")
+        for sequence, _ in entries:
+            self.give_back(sequence)
         needed = self.needed(entries)
         short = [n - ledger.num_free for n, ledger in zip(needed, self.ledgers, strict=True)]
         if self.moving is not None and max(short) > 0:
             self.moving.cancel()  # copies are no reason to run out of pages
         self._check_room(needed)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Free the pages that no query from now on sees, if there is a window for all."""
+        if self.window is None:
+            return
+        first = max(0, sequence.length - self.window + 1) // self.page
+        placement = sequence.placement
+        for number in range(sequence.first_page, first):
+            index, slot = divmod(number, placement.width)
+            table = sequence.tables[slot]
+            page, table[index] = table[index], GONE
+            self.drop(placement.ranks[slot], [page])
+        if first > sequence.first_page:
+            sequence.first_page = first
+            sequence.changed()
 
     def needed(self, entries: Iterable[tuple[Sequence, int]]) -> list[int]:
         """How many free pages each rank must have for `extend`."""

@@ -33,6 +33,15 @@ def check_attend(
     check_mask(window, sinks, q.shape[1])
 
 
+def check_window(window: int | None, most: int | None) -> None:
+    """Raise if a pool that keeps `most` tokens is asked for more."""
+    if most is not None and (window is None or window > most):
+        raise LongmeshError(
+            f"attend: window={window}, of a pool that was made with window={most} and gives older pages back; give "
+            f"window={most} or less, or make the pool without one"
+        )
+
+
 def check_mask(window: int | None, sinks: Tensor | None, num_heads: int) -> None:
     if window is not None and window < 1:
         raise LongmeshError(

@@ -35,9 +35,9 @@ class Transfer(NamedTuple):
 
 
 def places_of(sequence: Sequence) -> Iterable[tuple[int, Place]]:
-    """The pages of a sequence by number, each with where it is."""
+    """The pages that a sequence holds by number, each with where it is."""
     placement, tables = sequence.placement, sequence.tables
-    for number in range(-(-sequence.length // placement.page)):
+    for number in range(sequence.first_page, -(-sequence.length // placement.page)):
         index, slot = divmod(number, placement.width)
         yield number, (placement.ranks[slot], tables[slot][index])
 
@@ -105,7 +105,7 @@ class Moving:
         for sequence in self._family():
             before = list(places_of(sequence))
             old += [place for _, place in before]
-            tables: list[list[int]] = [[] for _ in placement.ranks]
+            tables = sequence.empty_tables(placement)
             for number, place in before:
                 rank, page = self.staged.get(place, place)
                 tables[number % placement.width].append(page)

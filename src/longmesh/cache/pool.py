@@ -39,7 +39,8 @@ class PagePool:
     """Pages of keys and values on every rank of a mesh with one axis; without a mesh, of this process alone.
 
     `v_head_dim` None is `head_dim`. `kv_heads` None: each layer's memory is taken at its first step, by what is
-    written there.
+    written there. `window`: no layer's queries see more keys, themselves included; pages that fell out of it are given
+    back. `cluster`: what widths and ways to merge are chosen by.
 
     >>> from longmesh.cache import PagePool
     >>> pool = PagePool(mesh, num_pages=4, page=2, layers=1, kv_heads=1, head_dim=8)
@@ -66,12 +67,13 @@ class PagePool:
         v_head_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        window: int | None = None,
         cluster: Cluster | str | None = None,
     ) -> None:
         self.member = Member(mesh)
         self.device = device if device is not None else "cpu" if mesh is None else mesh.device_type
         self.page, self.num_layers = page, layers
-        self.book = Book(self.num_ranks, num_pages, page)
+        self.book = Book(self.num_ranks, num_pages, page, window)
         self._prefixes = PrefixIndex(self.book)
         self.shapes: list[Shape | None] = [None] * layers
         self.stores: list[PageStore | None] = [None] * layers

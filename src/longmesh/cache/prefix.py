@@ -14,7 +14,7 @@ import numpy as np
 from longmesh.cache.book import Book
 from longmesh.cache.moving import Moved
 from longmesh.cache.placement import Placement
-from longmesh.cache.sequence import Sequence
+from longmesh.cache.sequence import GONE, Sequence
 from longmesh.errors import LongmeshError
 
 
@@ -48,7 +48,12 @@ class PrefixIndex:
         for number, digest in enumerate(page_hashes(tokens, placement.page)):
             slot = number % placement.width
             rank, page = placement.ranks[slot], sequence.tables[slot][number // placement.width]
-            if digest not in self._pages and (rank, page) not in self._hashes and not sequence.hidden:
+            if (
+                page != GONE
+                and digest not in self._pages
+                and (rank, page) not in self._hashes
+                and not sequence.hidden
+            ):
                 self._pages[digest] = (placement, rank, page)
                 self._hashes[rank, page] = digest
 

@@ -59,7 +59,7 @@ def plan_remesh(book: Book, num_ranks: int, num_pages: int, width_of: Callable[[
 
     `width_of` gives the width of a length, for sequences whose width is by cost.
     """
-    new = Book(num_ranks, num_pages, book.page)
+    new = Book(num_ranks, num_pages, book.page, book.window)
     placements: dict[int, Placement] = {}
     pages: dict[Place, Place] = {}
     for family in families(book.live.values()):
@@ -90,7 +90,7 @@ def adopt(book: Book, remesh: Remesh) -> None:
     owner: dict[Place, Placement] = {}
     for sequence in book.live.values():
         placement = remesh.placements[sequence.name]
-        tables: list[list[int]] = [[] for _ in placement.ranks]
+        tables = sequence.empty_tables(placement)
         for number, place in list(places_of(sequence)):
             rank, page = remesh.pages[place]
             tables[number % placement.width].append(page)

@@ -9,6 +9,7 @@ import numpy as np
 
 from longmesh.cache.placement import Placement, Span, without
 
+GONE = -1  # a page that was given back, since no query sees it any more
 _NOWHERE = 1 << 40  # the slot of a rank that a sequence does not lie on
 
 
@@ -19,7 +20,7 @@ class Sequence:
     `hidden`: spans of positions that no query sees, such as padding. `width`: over how many ranks it was asked to lie
     (None: all). `by_cost`: the pool chose the width, and may choose a larger one later. What every step needs is kept:
     `slots`, the slot of each rank of the pool; `own_to`, up to where the last page is known to be this sequence's
-    alone; `last`, the rank and number of that page.
+    alone; `last`, the rank and number of that page. `first_page`: those before it were given back (`GONE`).
 
     >>> from longmesh.cache import PagePool
     >>> pool = PagePool(mesh, num_pages=4, page=2, layers=1, kv_heads=1, head_dim=8)
@@ -37,6 +38,7 @@ class Sequence:
     name: int = 0
     width: int | None = None
     by_cost: bool = False
+    first_page: int = 0
     own_to: int = 0
     last: tuple[int, int] = (-1, -1)
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
@@ -65,8 +67,17 @@ class Sequence:
         """A slot's table as (first page, how many) of pages in a row."""
         found = self._runs.get(slot)
         if found is None:
-            found = self._runs[slot] = in_a_row(self.tables[slot])
+            table, gone = self.tables[slot], self.num_gone(self.placement, slot)
+            found = self._runs[slot] = [(GONE, gone)] * (gone > 0) + in_a_row(table[gone:])
         return found
+
+    def num_gone(self, placement: Placement, slot: int) -> int:
+        """The pages on a slot that were given back, if the sequence lies so."""
+        return placement.num_pages(slot, self.first_page * placement.page)
+
+    def empty_tables(self, placement: Placement) -> list[list[int]]:
+        """Tables of a placement, with nothing but the pages that were given back."""
+        return [[GONE] * self.num_gone(placement, slot) for slot in range(placement.width)]
 
 
 def in_a_row(pages: Listed[int]) -> list[tuple[int, int]]:

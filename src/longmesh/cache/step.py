@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longmesh.cache.by_heads import is_cheaper, merge_by_heads, sent_bytes
-from longmesh.cache.check import check_attend, digest_of, refuse_differences
+from longmesh.cache.check import check_attend, check_window, digest_of, refuse_differences
 from longmesh.cache.cut import gather_queries, owned_rows, send_home
 from longmesh.cache.gather import gather_partials, sent_elements
 from longmesh.cache.local import Paged, Scores, Source, attend_locally
@@ -94,6 +94,7 @@ class Step:
         Collective: every rank, with the same arguments.
         """
         check_attend(self, q, k, v, window, sinks)
+        check_window(window, self._pool.book.window)
         self.write(layer, k, v)
         return self.attend_written(layer, q, window=window, sinks=sinks, softcap=softcap, scale=scale)
 
@@ -118,6 +119,7 @@ class Step:
     ) -> Tensor:
         """`attend` for keys that were written before; `source`: keys and values that were made of them. Collective."""
         self._pool.member.check("Step.attend")
+        check_window(window, self._pool.book.window)
         pool, shares = self._pool, self.plan.shares(window)
         store = pool.store(layer)
         source = Paged(store) if source is None else source

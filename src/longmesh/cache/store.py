@@ -20,6 +20,7 @@ from torch import Tensor
 
 from longmesh.cache.placement import Span
 from longmesh.cache.plan import Write
+from longmesh.cache.sequence import GONE
 
 _SPANS = 8  # more writes than these are one indexed write
 
@@ -99,12 +100,20 @@ class PageStore:
             index = 0  # of the run's first token
             for first, count in runs:
                 low, high = max(start, index), min(stop, index + count * self.page)
-                if low < high:
+                if low < high and first == GONE:
+                    found.append(self._nothing(low, high - low))
+                elif low < high:
                     self._cut(first, low - index, high - index, low, found)
                 index += count * self.page
                 if index >= stop:
                     break
         return found
+
+    def _nothing(self, first: int, count: int) -> Piece:
+        """Zeros for tokens whose pages were given back, since no query sees them."""
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        k, v = (zero.expand(1, self.kv_heads, count, width) for width in (self.head_dim, self.v_head_dim))
+        return Piece(first, k, v)
 
     def _cut(self, page: int, low: int, high: int, index: int, found: list[Piece]) -> None:
         """Tokens [low, high) of pages in a row from `page` on: part of a page, whole pages, part of a page."""

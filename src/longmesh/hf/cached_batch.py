@@ -106,6 +106,8 @@ class CachedBatch:
     def reserve(self, counts: list[int]) -> None:
         """See to it that the pool has pages for so many more tokens of each row: in proportion to what it has."""
         book = self.pool.book
+        for sequence in self.sequences:
+            book.give_back(sequence)
         needed = book.needed(zip(self.sequences, counts, strict=True))
         short = max(n - ledger.num_free for n, ledger in zip(needed, book.ledgers, strict=True))
         if short > 0:
@@ -179,6 +181,8 @@ class CachedBatch:
         common = min(self._cropped)
         if not common:
             return
+        for row, sequence in enumerate(self.sequences):
+            self.pool.book.check_crop(sequence, max(0, self.length - common - self.pads[row]))
         self._cropped = [n - common for n in self._cropped]
         self.length -= common
         for row, sequence in enumerate(self.sequences):

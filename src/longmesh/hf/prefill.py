@@ -57,7 +57,7 @@ def prefill(
             part = ids[:, start : start + size]
             batch.finish()
             batch.see_mask(None if mask is None else mask[:, : batch.length + part.shape[1]], part.shape[1])
-            if start == 0 and mask is None:
+            if start == 0 and mask is None and batch.pool.book.window is None:
                 batch.reserve([length] * rows)
             _run_chunk(batch, cache, model, part)
     batch.finish()

@@ -115,7 +115,8 @@ class ShardedLayer(CacheLayerMixin):
 class ShardedCache(Cache):
     """Keys and values of a model in pages over the ranks of a mesh with one axis, for ``past_key_values=``.
 
-    Made and used on every rank alike. `page`: tokens of a page; each rank holds every n-th page of a row.
+    Made and used on every rank alike. `page`: tokens of a page; each rank holds every n-th page of a row. If all layers
+    have a window, pages that fell out of it are given back.
 
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> from longmesh import hf
@@ -135,7 +136,9 @@ class ShardedCache(Cache):
 
     def __init__(self, config: Any, mesh: DeviceMesh | None, *, page: int = 256) -> None:
         windows = _windows_of(config)
-        self.pool = PagePool(mesh, num_pages=0, page=page, layers=len(windows))
+        seen = [window for window in windows if window is not None]
+        furthest = max(seen) if seen and len(seen) == len(windows) else None
+        self.pool = PagePool(mesh, num_pages=0, page=page, layers=len(windows), window=furthest)
         self._windows = windows
         self._take(CachedBatch(self.pool, len(windows)))
 

@@ -6,9 +6,11 @@ from hypothesis import given, strategies as st
 
 from longmesh.cache.book import Book
 from longmesh.cache.ledger import Ledger
+from longmesh.cache.moving import places_of
 from longmesh.cache.placement import Placement, without
 from longmesh.cache.plan import StepPlan
 from longmesh.cache.prefix import PrefixIndex, page_hashes
+from longmesh.cache.remesh import adopt, plan_remesh
 from longmesh.errors import LongmeshError
 
 sizes = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 3, 16, 256]), st.integers(0, 2000))
@@ -125,6 +127,31 @@ def test_wrong_calls_are_refused():
     ):
         with pytest.raises(LongmeshError, match=text):
             call()
+
+
+def test_pages_that_no_window_sees_are_given_back():
+    book = Book(3, 8, 2, window=5)
+    index = PrefixIndex(book)
+    one = book.new()
+    book.extend([(one, 7)])
+    index.remember(one, list(range(7)))
+    branch = book.fork(one)
+    for length in range(8, 60):
+        book.extend([(one, 1)])
+        held = [place for _, place in places_of(one)]
+        assert len(one) == length and len(held) <= 4 and len(set(held)) == len(held)
+        assert one.first_page * 2 <= max(0, length - 5)  # the first key that the token sees
+    with pytest.raises(
+        LongmeshError, match=r"crop to 30 tokens: pages that no window of 5 tokens .* give 58 or more, or 0"
+    ):
+        book.crop(one, 30)
+    book.crop(one, 58)
+    adopt(book, plan_remesh(book, 2, 30, None))
+    assert [len(table) for table in one.tables] == [15, 14] and [page for _, (_, page) in places_of(one)]
+    assert index.find(list(range(7))) is not None  # of the branch
+    for sequence in list(book.live.values()):
+        book.free(sequence)
+    assert book.num_used == 0 and branch.is_free
 
 
 def test_sequences_begin_where_the_fewest_pages_are():
