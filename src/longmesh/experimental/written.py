@@ -14,7 +14,8 @@ from longmesh.rules.table import registered
 from longmesh.spec import Layout
 from longmesh.tensor.by_rule import describe_call
 from longmesh.tensor.op_facts import rule_name, written_arguments
-from longmesh.tensor.planner import Part, Planned, Planner
+from longmesh.tensor.planned import Part, Planned
+from longmesh.tensor.planner import Planner
 from longmesh.tensor.propagate import choose
 from longmesh.tensor.tree import all_tensors, map_tensors
 

@@ -25,7 +25,8 @@ from longmesh.tensor.op_facts import OpFacts, decomposition_of, facts_of
 from longmesh.tensor.op_plan import OpPlan, Output
 from longmesh.tensor.overlap import refuse_overlap
 from longmesh.tensor.plain import common_mesh
-from longmesh.tensor.planner import USUAL, Planner, Unplannable, slots_for_metas
+from longmesh.tensor.planned import Unplannable
+from longmesh.tensor.planner import USUAL, Planner, slots_for_metas
 from longmesh.tensor.propagate import Choice, choose
 from longmesh.tensor.sending_steps import Redistribute
 from longmesh.tensor.steps import GivenCall, LocalCall, Step

@@ -1,6 +1,6 @@
 """Families of ops that need more than redistributed inputs and one local call: how they are planned.
 
-A family runs once for each kind of call, on `Planned` tensors (tensor/planner.py). It may call torch's ops on them,
+A family runs once for each kind of call, on `Planned` tensors (tensor/planned.py). It may call torch's ops on them,
 which are planned in turn, and hand the usual case back to the op's rule.
 """
 

@@ -22,7 +22,8 @@ from longmesh.tensor.ops.pieces import (
     sharding_axes,
     stand_in,
 )
-from longmesh.tensor.planner import USUAL, Part, Planned, Planner
+from longmesh.tensor.planned import Part, Planned
+from longmesh.tensor.planner import USUAL, Planner
 
 aten = torch.ops.aten
 

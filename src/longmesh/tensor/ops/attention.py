@@ -28,7 +28,8 @@ from longmesh.comm.groups import AxisGroup
 from longmesh.spec import Layout
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import bind
-from longmesh.tensor.planner import USUAL, Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import USUAL, Planner
 
 _TOKENS = 2
 

@@ -31,7 +31,8 @@ from longmesh.rules.window import Slide
 from longmesh.spec import Layout
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.halo import Border, borders_of, fetch, padded, send_home
-from longmesh.tensor.planner import USUAL, Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import USUAL, Planner
 from longmesh.tensor.propagate import Choice, choose
 
 aten = torch.ops.aten

@@ -22,7 +22,8 @@ from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.make_plan import COPIES, Family
 from longmesh.tensor.op_key import Note
 from longmesh.tensor.ops.pieces import bind
-from longmesh.tensor.planner import USUAL, Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import USUAL, Planner
 
 
 class TablesOfIndices:

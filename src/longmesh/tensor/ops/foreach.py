@@ -21,7 +21,8 @@ from longmesh.tensor.make_plan import Family
 from longmesh.tensor.op_facts import quick_call
 from longmesh.tensor.op_plan import OpPlan, Output
 from longmesh.tensor.plain import refuse_mix
-from longmesh.tensor.planner import Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import Planner
 from longmesh.tensor.steps import GivenCall
 
 _NAMES = """

@@ -15,7 +15,8 @@ import torch
 from longmesh._torch import OpOverload, aten
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.planner import Part, Planned, Planner
+from longmesh.tensor.planned import Part, Planned
+from longmesh.tensor.planner import Planner
 
 
 def foreach_norm(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

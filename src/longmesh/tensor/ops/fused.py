@@ -15,7 +15,8 @@ from longmesh.spec import Layout, Partial
 from longmesh.tensor.autograd import gradient_layout
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.foreach import scalar_of
-from longmesh.tensor.planner import Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import Planner
 
 
 def fused_step(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

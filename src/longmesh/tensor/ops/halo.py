@@ -18,7 +18,8 @@ from longmesh.comm.groups import AxisGroup, MeshComm
 from longmesh.comm.halo import Rows
 from longmesh.rules.window import Slide, Window
 from longmesh.spec import Layout
-from longmesh.tensor.planner import Part, Planner
+from longmesh.tensor.planned import Part
+from longmesh.tensor.planner import Planner
 
 
 @dataclass(frozen=True, slots=True)

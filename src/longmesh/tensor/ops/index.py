@@ -13,7 +13,8 @@ from longmesh.rules.index import slice_range
 from longmesh.spec import Coordinate
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import bind
-from longmesh.tensor.planner import USUAL, Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import USUAL, Planner
 
 
 def sliced_part(first: int, count: int, step: int, offset: int, length: int) -> tuple[int, Interval]:

@@ -13,7 +13,8 @@ from longmesh.spec import Coordinate
 from longmesh.tensor.autograd import gradient_layout
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import bind
-from longmesh.tensor.planner import USUAL, Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import USUAL, Planner
 
 aten = torch.ops.aten
 

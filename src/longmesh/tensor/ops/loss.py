@@ -16,7 +16,8 @@ from longmesh.spec import Partial
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import bind, reduced_layout
 from longmesh.tensor.plain import expect_lengths
-from longmesh.tensor.planner import Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import Planner
 
 _MEAN, _SUM = 1, 2
 

@@ -20,7 +20,8 @@ from longmesh.tensor.autograd import gradient_layout
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.halo import Border, borders_of, fetch, fetched_shape, padded, send_home
 from longmesh.tensor.ops.pieces import bind
-from longmesh.tensor.planner import USUAL, Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import USUAL, Planner
 
 aten = torch.ops.aten
 

@@ -21,7 +21,8 @@ from longmesh.tensor.autograd import gradient_layout
 from longmesh.tensor.distributions import Distribution
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import bind
-from longmesh.tensor.planner import Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import Planner
 from longmesh.tensor.random import Drawing, keeps_value, next_key, sample, std_of_parts
 
 aten = torch.ops.aten

@@ -18,7 +18,8 @@ from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.op_plan import Whole
 from longmesh.tensor.ops.pieces import bind
-from longmesh.tensor.planner import Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import Planner
 
 aten = torch.ops.aten
 

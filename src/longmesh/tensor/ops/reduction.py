@@ -22,7 +22,8 @@ from longmesh.tensor.ops.pieces import (
     sharding_axes,
     stand_in,
 )
-from longmesh.tensor.planner import USUAL, Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import USUAL, Planner
 
 aten = torch.ops.aten
 

@@ -17,7 +17,8 @@ from longmesh._torch import OpOverload
 from longmesh.spec import Partial
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import as_dims, bind, reduced_layout, sharding_axes
-from longmesh.tensor.planner import USUAL, Part, Planned, Planner
+from longmesh.tensor.planned import Part, Planned
+from longmesh.tensor.planner import USUAL, Planner
 
 aten = torch.ops.aten
 

@@ -16,7 +16,8 @@ import torch
 from longmesh._torch import OpOverload, aten
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.ops.pieces import as_dims, sharding_axes
-from longmesh.tensor.planner import USUAL, Planned, Planner
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import USUAL, Planner
 
 _HALVES = (torch.float16, torch.bfloat16)
 
