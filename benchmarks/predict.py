@@ -1,22 +1,31 @@
 """Predicted against measured times of attention calls on CPU ranks, over masks, layouts, exchanges and lengths.
 
-    python benchmarks/predict.py [--ranks 2 4] [--repeat 5]
+    python benchmarks/predict.py [--ranks 2 4] [--repeat 3] [--results predict.json]
 
-The cluster is measured first, by the same ranks. Each case is a forward and a backward, 8 heads of 64 in fp32, the
-slowest rank's median; the cases of a mask and a length run in turn. `error` is |predicted / measured - 1|. Exchanges
-are ranked rightly if of two whose measured times differ by more than TIE the predicted ones differ the same way.
+The cluster is measured first, by the same ranks: what `longmesh doctor --save` writes. Each case is a forward and a
+backward, 8 heads of 64 in fp32; the cases of a mask and a length run in turn, after one turn to warm up. `measured` is
+the median over the turns of the slowest rank's time, `error` is |predicted / measured - 1|. Exchanges are ranked
+rightly if of two whose measured times differ by more than TIE the predicted ones differ the same way.
+
+A number of ranks takes less than two minutes. With `--results` a run that is broken off goes on with those that are
+missing there.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
+import json
 import statistics
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from longmesh.attention import ContextParallel, masks
+from longmesh.debug.measure_cluster import measure_cluster
 from longmesh.plan import Cluster
 from longmesh.testing import RankPool
 from longmesh.testing.mesh import cpu_mesh
@@ -28,79 +37,133 @@ MASKS = {
     "window": lambda n: masks.sliding_window(n // 8),
     "packed": lambda n: masks.documents([n // 2, n // 4, n // 8, n - n // 2 - n // 4 - n // 8]),
 }
-EXCHANGES = ("sparse", "ring", "allgather", "ulysses")
-LAYOUTS = ("zigzag", "solve")
-LENGTHS = (1024, 2048)
+EXCHANGES = ("sparse", "ring", "allgather", "ulysses", "hybrid")  # hybrid: on two axes
+LAYOUTS = ("contiguous", "zigzag", "solve")
+LENGTHS = (1024, 3000)
 
 
 def measure(num_ranks: int) -> Cluster:
-    from longmesh.debug.measure_cluster import measure_cluster
-
     return measure_cluster(cpu_mesh(num_ranks))
 
 
+def engine(
+    num_ranks: int, length: int, mask: str, layout: str, exchange: str, cluster: Cluster
+) -> ContextParallel:
+    mesh = cpu_mesh(num_ranks // 2, 2) if exchange == "hybrid" else cpu_mesh(num_ranks)
+    return ContextParallel(
+        mesh,
+        seq_len=length,
+        mask=MASKS[mask](length),
+        layout=layout,
+        exchange=exchange,
+        cluster=cluster,
+        check=False,
+    )
+
+
 def run_cases(
-    num_ranks: int, length: int, mask: str, cluster: Cluster, repeat: int
-) -> list[tuple[str, str, float, float]]:
-    """(layout, exchange, predicted, measured) in milliseconds, the measured ones of this rank."""
-    mesh = cpu_mesh(num_ranks)
-    engines, inputs = [], []
-    for layout, exchange in itertools.product(LAYOUTS, EXCHANGES):
-        cp = ContextParallel(
-            mesh,
-            seq_len=length,
-            mask=MASKS[mask](length),
-            layout=layout,
-            exchange=exchange,
-            cluster=cluster,
-            check=False,
-        )
-        engines.append((layout, exchange, cp))
-        inputs.append([torch.randn(1, 8, cp.num_tokens, 64, requires_grad=True) for _ in range(3)])
-    took: list[list[float]] = [[] for _ in engines]
+    num_ranks: int, length: int, mask: str, cases: list[tuple[str, str]], cluster: Cluster, repeat: int
+) -> list[tuple[float, list[tuple[float, float]]]]:
+    """For each case the predicted time, and this rank's times of forward and backward, turn by turn, in ms."""
+    engines = [engine(num_ranks, length, mask, *case, cluster) for case in cases]
+    inputs = [[torch.randn(1, 8, cp.num_tokens, 64) for _ in range(4)] for cp in engines]
+    took: list[list[tuple[float, float]]] = [[] for _ in engines]
     for turn in range(repeat + 1):
-        for (_, _, cp), qkv, times in zip(engines, inputs, took, strict=True):
+        for cp, (*qkv, dout), times in zip(engines, inputs, took, strict=True):
+            leaves = [t.requires_grad_() for t in qkv]
             torch.distributed.barrier()
             start = time.perf_counter()
-            cp(*qkv).sum().backward()
+            out = cp(*leaves)
+            between = time.perf_counter()
+            torch.autograd.grad(out, leaves, dout)
             if turn:
-                times.append((time.perf_counter() - start) * 1e3)
-    found = []
-    for (layout, exchange, cp), times in zip(engines, took, strict=True):
-        found.append((layout, exchange, cp.plan.predict().total_us / 1e3, statistics.median(times)))
-    return found
+                times.append(((between - start) * 1e3, (time.perf_counter() - between) * 1e3))
+    predicted = [cp.plan.predict().total_us / 1e3 for cp in engines]
+    return list(zip(predicted, took, strict=True))
+
+
+def run_ranks(num_ranks: int, repeat: int) -> dict[str, Any]:
+    """The cluster of so many ranks, and a row for each case."""
+    exchanges = EXCHANGES if num_ranks % 2 == 0 and num_ranks > 2 else EXCHANGES[:4]
+    cases = list(itertools.product(LAYOUTS, exchanges))
+    rows: list[dict[str, Any]] = []
+    with RankPool(num_ranks) as pool:
+        cluster = pool.run(measure, num_ranks, timeout=120.0)[0]
+        for length, mask in itertools.product(LENGTHS, MASKS):
+            by_rank = pool.run(run_cases, num_ranks, length, mask, cases, cluster, repeat, timeout=120.0)
+            for (layout, exchange), each in zip(cases, zip(*by_rank, strict=True), strict=True):
+                turns = [max(map(sum, turn)) for turn in zip(*(times for _, times in each), strict=True)]
+                rows.append(
+                    {
+                        "ranks": num_ranks,
+                        "tokens": length,
+                        "mask": mask,
+                        "layout": layout,
+                        "exchange": exchange,
+                    }
+                    | {"predicted": each[0][0], "measured": statistics.median(turns)}
+                    | {
+                        "by_rank": [
+                            [statistics.median(t) for t in zip(*times, strict=True)] for _, times in each
+                        ]
+                    }
+                )
+    return {"cluster": dataclasses.asdict(cluster), "rows": rows}
+
+
+def show(found: dict[str, Any]) -> None:
+    cluster = found["cluster"]
+    first = found["rows"][0]["ranks"]
+    print(
+        f"{first} ranks: {cluster['overlap']:.2f} of a transfer hides behind computing, a rank computes "
+        f"{cluster['crowding']:.2f} times as fast while the others wait"
+    )
+    print("ranks tokens mask     layout     exchange    predicted   measured  ratio")
+    for row in found["rows"]:
+        what = f"{row['ranks']:5d} {row['tokens']:6d} {row['mask']:8} {row['layout']:10} {row['exchange']:10}"
+        print(
+            f"{what} {row['predicted']:7.1f} ms {row['measured']:7.1f} ms {row['predicted'] / row['measured']:6.2f}"
+        )
+
+
+def judge(rows: list[dict[str, Any]]) -> str:
+    """The median error, and the share of pairs of exchanges that are ranked rightly."""
+    errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
+    right = pairs = 0
+    alike: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for row in rows:
+        key = row["ranks"], row["tokens"], row["mask"], row["layout"]
+        alike.setdefault(key, []).append((row["predicted"], row["measured"]))
+    for cases in alike.values():
+        for (p, m), (q, n) in itertools.combinations(cases, 2):
+            if max(m, n) > (1 + TIE) * min(m, n):
+                pairs += 1
+                right += (p < q) == (m < n)
+    return (
+        f"median error {statistics.median(errors):.1%} of {len(rows)} calls; "
+        f"{right} of {pairs} pairs of exchanges ranked rightly ({right / max(pairs, 1):.1%})"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted against measured times of attention calls.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument(
+        "--results", type=Path, help="keep what was measured there, and go on with what is missing"
+    )
     options = parser.parse_args()
-    errors: list[float] = []
-    right = pairs = 0
-    print("ranks tokens mask     layout   exchange    predicted   measured  ratio")
-    with RankPool(max(options.ranks)) as pool:
-        for num_ranks in options.ranks:
-            cluster = pool.run(measure, num_ranks, ranks=num_ranks, timeout=120.0)[0]
-            print(f"{num_ranks} ranks: {cluster.overlap:.2f} of a transfer hides behind computing")
-            for length, mask in itertools.product(LENGTHS, MASKS):
-                args = (num_ranks, length, mask, cluster, options.repeat)
-                by_rank = pool.run(run_cases, *args, ranks=num_ranks, timeout=120.0)
-                cases = []
-                for each in zip(*by_rank, strict=True):
-                    layout, exchange, predicted, _ = each[0]
-                    measured = max(case[3] for case in each)
-                    cases.append((layout, predicted, measured))
-                    errors.append(abs(predicted / measured - 1))
-                    what = f"{num_ranks:5d} {length:6d} {mask:8} {layout:8} {exchange:10}"
-                    ratio = predicted / measured
-                    print(f"{what} {predicted:7.1f} ms {measured:7.1f} ms {ratio:6.2f}", flush=True)
-                for (one, p, m), (other, q, n) in itertools.combinations(cases, 2):
-                    if one == other and max(m, n) > (1 + TIE) * min(m, n):
-                        pairs += 1
-                        right += (p < q) == (m < n)
-    print(f"median error {statistics.median(errors):.1%} of {len(errors)} calls")
-    print(f"{right} of {pairs} pairs of exchanges ranked rightly ({right / max(pairs, 1):.0%})")
+    found: dict[str, Any] = {}
+    if options.results is not None and options.results.exists():
+        found = json.loads(options.results.read_text())
+    for num_ranks in options.ranks:
+        if str(num_ranks) not in found:
+            found[str(num_ranks)] = run_ranks(num_ranks, options.repeat)
+            if options.results is not None:
+                options.results.write_text(json.dumps(found))
+        show(found[str(num_ranks)])
+        print(f"{num_ranks} ranks: {judge(found[str(num_ranks)]['rows'])}", flush=True)
+    print("all: " + judge([row for num_ranks in options.ranks for row in found[str(num_ranks)]["rows"]]))
 
 
 if __name__ == "__main__":

@@ -1,186 +1,176 @@
 """Measure a cluster: what `longmesh doctor --save` writes, and what predictions are made from.
 
 Every rank works at the same time, as it will in a run: ranks that share cores or a network card slow each other down,
-and that is what a plan must know. A figure is the median over repetitions of the slowest rank's time. The ranks of a
-mesh are taken as one level; who has several measures one axis after the other and puts the levels together.
+and that is what a plan must know. A figure is the slowest rank's. Each axis of a mesh is a level of links, the last one
+the innermost.
 """
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.attention.execute.rows import to_rows
+from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.kernel.base import Gradients, Kernel, Score, Work, finish, zero_like
 from longmesh.attention.kernel.choose import choose, need_of
 from longmesh.attention.mask.block import Block
-from longmesh.comm import AxisGroup, collectives, comm_of
-from longmesh.comm.p2p import start_all_to_all, start_send_receive
-from longmesh.plan.cluster import Cluster, Level, Link, Rate, TileKind
+from longmesh.comm import comm_of
+from longmesh.debug.measure_links import Clock, measure_copies, measure_level, measure_overlap
+from longmesh.plan.cluster import Cluster, Level
+from longmesh.plan.rate import Rate, RateOp, TileKind
 
-HEADS, HEAD_DIM = 8, 64
-TILES = (32, 128, 512, 1024)
-MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
-ENOUGH_S = 0.03  # of repetitions of one measurement
+HEADS, FEW_HEADS, HEAD_DIM = 8, 2, 64  # what does not grow with heads is found by comparing
+TILES = {"cpu": (32, 128, 512, 1024), "cuda": (128, 512, 2048, 8192)}
+MESSAGES = {
+    "cpu": (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23),
+    "cuda": (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27),
+}
 
 
 def measure_cluster(
     mesh: DeviceMesh,
     *,
     name: str = "measured",
-    dtype: torch.dtype = torch.float32,
-    tiles: Sequence[int] = TILES,
-    messages: Sequence[int] = MESSAGES,
+    dtype: torch.dtype | None = None,
+    tiles: Sequence[int] | None = None,
+    messages: Sequence[int] | None = None,
 ) -> Cluster:
     """The cluster that the ranks of a mesh are. Collective: every rank of the mesh; all get the same value.
 
-    `tiles`: sizes of attention blocks and matrices, `messages`: bytes that travel, both in rising order.
+    `tiles`: sizes of attention blocks and matrices, `messages`: bytes that travel, both in rising order; `dtype`: of
+    attention, fp32 on CPUs and bf16 elsewhere unless given.
     """
-    clock = Clock(mesh)
-    rates: list[Rate] = []
-    for tile in tiles:
-        rates += _rates(clock, tile, dtype)
-    links = {"all_to_all": start_all_to_all, "send": start_send_receive}
-    found = {kind: _link(clock, start, messages) for kind, start in links.items()}
-    levels = (
-        Level("device", 1, _copies(clock, dtype)),
-        Level("mesh", None, found["all_to_all"], (("send", found["send"]),)),
+    device = torch.device(mesh.device_type)
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    tiles, messages = (
+        given or table.get(device.type, table["cuda"])
+        for given, table in ((tiles, TILES), (messages, MESSAGES))
     )
-    return Cluster(name, levels, tuple(rates), call_us=0.0, measured=True, overlap=_overlap(clock))
+    comm = comm_of(mesh)
+    clock = Clock(comm.group(tuple(range(mesh.ndim))), device)
+    levels = [Level("device", 1, measure_copies(clock, dtype))]
+    for axis in reversed(range(mesh.ndim)):
+        ranks = None if axis == 0 else math.prod(mesh.shape[axis:])
+        if ranks is not None and ranks <= (levels[-1].ranks or 1):  # an axis of one rank
+            continue
+        title = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else ("pod", "node")[axis == mesh.ndim - 1]
+        levels.append(measure_level(Clock(comm.group((axis,)), device), title, ranks, messages))
+    # Ranks of other groups may have measured something else: the first rank's figures are everybody's.
+    levels = _of_first(clock, levels)
+    rates = [rate for tile in tiles for rate in _matmul_rates(clock, tile, dtype)]
+    rates += [rate for shape in _shapes(tiles) for rate in _rates(clock, shape, dtype)]
+    tile = _Tile(clock, Block(0, tiles[-1], 0, tiles[-1]), tiles[-1], tiles[-1], HEADS, dtype)
+    return Cluster(
+        name,
+        tuple(levels),
+        tuple(rates),
+        measured=True,
+        overlap=measure_overlap(clock, tile.forward),
+        pass_us=_pass_us(clock, dtype),
+        crowding=max(1.0, clock.time_us(tile.forward) / clock.alone_us(tile.forward)),
+    )
 
 
-class Clock:
-    """Times that are the same on every rank."""
+def _of_first(clock: Clock, levels: list[Level]) -> list[Level]:
+    """The levels that the first rank has measured. Collective."""
+    import torch.distributed as dist
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.device = torch.device(mesh.device_type)
-        self.group: AxisGroup = comm_of(mesh).group(tuple(range(mesh.ndim)))
-
-    def time_us(self, run: Callable[[], object]) -> float:
-        """Microseconds of a call: the slowest rank's, the median of some repetitions. Collective."""
-        self._once(run)
-        first = self._slowest(self._once(run))
-        took = [self._slowest(self._once(run)) for _ in range(max(3, min(15, int(ENOUGH_S * 1e6 / first))))]
-        return sorted(took)[len(took) // 2]
-
-    def _once(self, run: Callable[[], object]) -> float:
-        self._slowest(0.0)  # the ranks start together
-        start = time.perf_counter()
-        run()
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).synchronize()
-        return (time.perf_counter() - start) * 1e6
-
-    def _slowest(self, us: float) -> float:
-        if self.group.size == 1:
-            return us
-        mine = torch.tensor([us], device=self.device)
-        return float(collectives.all_reduce(mine, reduce_op="max", group=self.group))
+    if clock.group.size == 1:
+        return levels
+    found: list[list[Level] | None] = [levels]
+    dist.broadcast_object_list(found, src=clock.group.global_ranks[0], group=clock.group.process_group)
+    assert found[0] is not None
+    return found[0]
 
 
-def _inputs(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = ((rows, HEADS), (keys, HEADS), (keys, HEADS))
-    # A token's heads lie together, as they do in a buffer that was received.
-    q, k, v = (torch.randn(1, n, h, HEAD_DIM, dtype=dtype, device=device).transpose(1, 2) for n, h in shapes)
-    return q, k, v
+class _Tile:
+    """One block of attention, forward and backward: the merge of its result into what is there is a part of it."""
+
+    def __init__(
+        self, clock: Clock, block: Block, rows: int, keys: int, heads: int, dtype: torch.dtype
+    ) -> None:
+        q, k, v = (_tokens(n, heads, dtype, clock.device) for n in (rows, keys, keys))
+        self._kernel: Kernel = choose(need_of(q, v, Score(), (), True)).kernel
+        self._work = Work(q, k, v, (block,))
+        self._state = self._kernel.forward(self._work)
+        self._final = finish(
+            self._state.out_BHSD, self._state.lse_BHS, torch.randn_like(self._state.out_BHSD)
+        )
+        self._grads = Gradients(zero_like(q), zero_like(k), zero_like(v))
+
+    def forward(self) -> None:
+        self._kernel.forward(self._work, self._state)
+
+    def backward(self) -> None:
+        self._kernel.backward(self._work, self._final, self._grads)
 
 
-def _tile(kind: TileKind, tile: int) -> tuple[Block, int, int]:
-    """A block of a kind, its rows, and its pairs."""
-    if kind == "full":
-        return Block(0, tile, 0, tile), tile, tile * tile
-    if kind == "causal":
-        return Block(0, tile, 0, tile, hi=0), tile, tile * (tile + 1) // 2
-    rows = max(2 * tile, 512)
-    return Block(0, rows, 0, rows, -(tile - 1), 0), rows, rows * tile - tile * (tile - 1) // 2
+def _tokens(count: int, heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A token's heads lie together, as they do in a buffer that was received."""
+    return torch.randn(1, count, heads, HEAD_DIM, device=device).to(dtype).transpose(1, 2)
 
 
-def _rates(clock: Clock, tile: int, dtype: torch.dtype) -> list[Rate]:
-    found: list[Rate] = []
-    a = torch.randn(tile, tile, dtype=dtype, device=clock.device)
+def _matmul_rates(clock: Clock, tile: int, dtype: torch.dtype) -> list[Rate]:
+    a = torch.randn(tile, tile, device=clock.device).to(dtype)
     name = str(dtype).removeprefix("torch.")
-    found.append(Rate("matmul", name, tile, 2 * tile**3 / clock.time_us(lambda: a @ a)))
-    kinds: tuple[TileKind, ...] = ("full", "causal", "window")
-    for kind in kinds:
-        block, rows, pairs = _tile(kind, tile)
-        q, k, v = _inputs(rows, rows, dtype, clock.device)
-        kernel = choose(need_of(q, v, Score(), (), True)).kernel
-        forward, backward = _attention(kernel, Work(q, k, v, (block,)), clock)
-        flops = pairs * HEADS * HEAD_DIM
-        found.append(Rate("attention", name, tile, 4 * flops / forward, kind))
-        found.append(Rate("attention_backward", name, tile, 10 * flops / backward, kind))
+    return [Rate("matmul", name, tile, 2 * tile**3 / clock.time_us(lambda: a @ a))]
+
+
+class _Shape(NamedTuple):
+    """A block to measure, the sizes of its buffers, and its pairs. `tile` and `keys`: by which it is looked up."""
+
+    kind: TileKind
+    tile: int
+    keys: int | None
+    block: Block
+    rows: int
+    num_keys: int
+    pairs: int
+
+
+def _shapes(tiles: Sequence[int]) -> list[_Shape]:
+    found = [_Shape("full", r, k, Block(0, r, 0, k), r, k, r * k) for r in tiles for k in tiles]
+    sizes = sorted({*tiles, *(2 * tile for tile in tiles)})  # with edges, the rate changes faster
+    for n in sizes:
+        found.append(_Shape("causal", n, None, Block(0, n, 0, n, hi=0), n, n, n * (n + 1) // 2))
+    for width in sizes[:-1]:
+        rows = max(2 * width, tiles[-1] // 2)
+        pairs = rows * width - width * (width - 1) // 2
+        found.append(_Shape("window", width, None, Block(0, rows, 0, rows, 1 - width, 0), rows, rows, pairs))
     return found
 
 
-def _attention(kernel: Kernel, work: Work, clock: Clock) -> tuple[float, float]:
-    """Times of a block: the merge of its result into what is there is a part of it."""
-    state = kernel.forward(work)
-    final = finish(state.out_BHSD, state.lse_BHS, torch.randn_like(state.out_BHSD))
-    grads = Gradients(zero_like(work.q_BHSD), zero_like(work.k_BGKD), zero_like(work.v_BGKE))
-    forward = clock.time_us(lambda: kernel.forward(work, state))
-    return forward, clock.time_us(lambda: kernel.backward(work, final, grads))
+def _rates(clock: Clock, shape: _Shape, dtype: torch.dtype) -> list[Rate]:
+    """Forward and backward of a block. A time is a part that all heads share, and one for each head."""
+    name = str(dtype).removeprefix("torch.")
+    many, few = (
+        _Tile(clock, shape.block, shape.rows, shape.num_keys, heads, dtype) for heads in (HEADS, FEW_HEADS)
+    )
+    found: list[Rate] = []
+    calls: list[tuple[RateOp, int, Callable[[], None], Callable[[], None]]] = [
+        ("attention", 4, many.forward, few.forward),
+        ("attention_backward", 10, many.backward, few.backward),
+    ]
+    for op, flops, all_heads, some_heads in calls:
+        took, less = clock.time_us(all_heads), clock.time_us(some_heads)
+        shared = min(max(0.0, (HEADS * less - FEW_HEADS * took) / (HEADS - FEW_HEADS)), 0.9 * took)
+        rate = flops * shape.pairs * HEADS * HEAD_DIM / (took - shared)
+        found.append(Rate(op, name, shape.tile, rate, shape.kind, shape.keys, shared))
+    return found
 
 
-def _rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Times that never fall as messages grow: noise must not."""
-    out: list[tuple[float, float]] = []
-    for size, us in points:
-        out.append((size, max(us, out[-1][1] if out else 0.0)))
-    return tuple(out)
+def _pass_us(clock: Clock, dtype: torch.dtype) -> float:
+    """What a pass over a few tokens of this rank alone takes: all that is not the kernel's."""
+    cp = ContextParallel(None, seq_len=8)
+    q, k, v = (_tokens(8, HEADS, dtype, clock.device).requires_grad_() for _ in range(3))
 
+    def both() -> None:
+        out = cp(q, k, v)
+        torch.autograd.grad(out, (q, k, v), out)
 
-def _link(clock: Clock, start: Callable[..., object], messages: Sequence[int]) -> Link:
-    """The time of a transfer by the bytes that a rank receives."""
-    n, me = clock.group.size, clock.group.rank
-    points: list[tuple[float, float]] = []
-    for size in messages:
-        rows = size // 4 // max(1, n - 1)
-        if start is start_send_receive:  # all to the next rank
-            counts = [size // 4 if member == (me + 1) % n else 0 for member in range(n)]
-            coming = [size // 4 if member == (me - 1) % n else 0 for member in range(n)]
-        else:
-            counts = coming = [0 if member == me else rows for member in range(n)]
-        sent = torch.zeros((sum(counts), 1), device=clock.device)
-
-        def run(sent: Tensor = sent, counts: list[int] = counts, coming: list[int] = coming) -> None:
-            start(sent, send_counts=counts, recv_counts=coming, group=clock.group).wait()  # type: ignore[attr-defined]
-
-        points.append((float(size), clock.time_us(run) if n > 1 else 0.0))
-    return Link(_rising(points))
-
-
-def _copies(clock: Clock, dtype: torch.dtype) -> Link:
-    """The time in which rows are packed, by their bytes."""
-    points: list[tuple[float, float]] = []
-    for rows in (16, 256, 2048, 8192):
-        t = torch.randn(1, HEADS, rows, HEAD_DIM, dtype=dtype, device=clock.device)
-        points.append((float(t.nbytes), clock.time_us(lambda t=t: to_rows(t))))
-    return Link(_rising(points))
-
-
-def _overlap(clock: Clock) -> float:
-    """How much of a transfer hides behind a product."""
-    n, me = clock.group.size, clock.group.rank
-    if n == 1:
-        return 1.0
-    sent = torch.zeros((1 << 20, 1), device=clock.device)
-    counts = [len(sent) if member == (me + 1) % n else 0 for member in range(n)]
-    coming = [len(sent) if member == (me - 1) % n else 0 for member in range(n)]
-    q, k, v = _inputs(512, 512, torch.float32, clock.device)
-    kernel = choose(need_of(q, v, Score(), (), False)).kernel
-
-    def compute() -> None:
-        kernel.forward(Work(q, k, v, (Block(0, 512, 0, 512),)))
-
-    def transfer(between: Callable[[], None] = lambda: None) -> None:
-        pending = start_send_receive(sent, send_counts=counts, recv_counts=coming, group=clock.group)
-        between()
-        pending.wait()
-
-    alone = clock.time_us(compute), clock.time_us(transfer)
-    both = clock.time_us(lambda: transfer(compute))
-    return min(1.0, max(0.0, (sum(alone) - both) / min(alone)))
+    return clock.time_us(both) / 2

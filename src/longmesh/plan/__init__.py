@@ -1,7 +1,8 @@
 """From any layout to any layout, the cheapest way: plans as values, made without communicating."""
 
-from longmesh.plan.cluster import Cluster, Level, Link, Rate
+from longmesh.plan.cluster import Cluster, Level, Link
 from longmesh.plan.named_clusters import cluster_of, named_cluster
+from longmesh.plan.rate import Rate
 from longmesh.plan.search import RedistributePlan, plan_redistribute
 from longmesh.plan.step import Step
 

@@ -15,25 +15,23 @@ digest includes it, and a first call with different ones raises.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longmesh.errors import LongmeshError
+from longmesh.plan.rate import Rate, RateOp, RateTable, TileKind, choose_rates
 
 Array = NDArray[np.float64]
-RateOp = Literal["matmul", "attention", "attention_backward"]
-RATE_OPS: tuple[RateOp, ...] = ("matmul", "attention", "attention_backward")
-TileKind = Literal["full", "causal", "window"]
-TILE_KINDS: tuple[TileKind, ...] = ("full", "causal", "window")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,39 +109,14 @@ class Level:
         return next((link for name, link in self.collectives if name == collective), self.link)
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """Floating point operations per microsecond of one rank, on tiles whose shorter side is `tile`.
-
-    `kind` says which pairs of an attention tile are visible: all, a causal triangle, or a window of `tile` keys. Only
-    visible pairs count: 4 * head_dim operations each in each head, forward, and 10 * head_dim backward.
-
-    >>> Rate("attention", "float32", tile=512, flops_per_us=40_000.0, kind="causal").tile
-    512
-    """
-
-    op: RateOp
-    dtype: str
-    tile: int
-    flops_per_us: float
-    kind: TileKind = "full"
-
-    def __post_init__(self) -> None:
-        if self.op not in RATE_OPS or self.kind not in TILE_KINDS:
-            raise LongmeshError(
-                f"Rate(op={self.op!r}, kind={self.kind!r}): op is one of {', '.join(RATE_OPS)}, "
-                f"kind one of {', '.join(TILE_KINDS)}"
-            )
-        if self.tile < 1 or self.flops_per_us <= 0:
-            raise LongmeshError(f"{self}: tile must be at least 1 and the rate more than 0")
-
-
 @dataclass(frozen=True)
 class Cluster:
-    """Levels from the innermost to the outermost, rates of one rank, and what a kernel call costs by itself.
+    """Levels from the innermost to the outermost, rates of one rank while all compute, and what costs by itself: a
+    kernel call (`call_us`), a pass of attention (`pass_us`).
 
     `overlap`: how much of a transfer hides behind computing at the same time: 1 where a network card works by itself, 0
-    where processes have no core left for it.
+    where processes have no core left for it. `crowding`: how much faster a rank computes while the others wait, 2 where
+    two ranks share a core, 1 where each has a processor of its own.
 
     >>> fast = Link.of(latency_us=5.0, bytes_per_us=50_000.0)
     >>> slow = Link.of(latency_us=50.0, bytes_per_us=100.0)
@@ -162,6 +135,8 @@ class Cluster:
     call_us: float = 0.0
     measured: bool = False
     overlap: float = 1.0
+    pass_us: float = 0.0
+    crowding: float = 1.0
 
     def __post_init__(self) -> None:
         sizes = [math.inf if level.ranks is None else level.ranks for level in self.levels]
@@ -175,22 +150,29 @@ class Cluster:
             raise LongmeshError(
                 f"Cluster {self.name!r}: rates has no Rate('attention', ...), which plans of attention need"
             )
-        if self.call_us < 0 or not 0 <= self.overlap <= 1:
+        if min(self.call_us, self.pass_us) < 0 or not 0 <= self.overlap <= 1 or self.crowding < 1:
             raise LongmeshError(
-                f"Cluster {self.name!r}: call_us={self.call_us} must be at least 0, overlap={self.overlap} from 0 to 1"
+                f"Cluster {self.name!r}: call_us={self.call_us} and pass_us={self.pass_us} must be at least 0, "
+                f"overlap={self.overlap} from 0 to 1, crowding={self.crowding} at least 1"
             )
+        object.__setattr__(self, "_tables", {})
         object.__setattr__(self, "_hash", hash(self.fields))
 
     @property
     def fields(self) -> tuple[Any, ...]:
         """What the cluster is made of, in order."""
-        return self.name, self.levels, self.rates, self.call_us, self.measured, self.overlap
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]  # hashed once: plans are looked up by it
 
     def __reduce__(self):  # a string's hash differs from process to process
         return Cluster, self.fields
+
+    @property
+    def digest(self) -> str:
+        """The same for the same figures in every process."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()
 
     def __str__(self) -> str:
         return self.name if self.measured else f"{self.name} (typical figures, not measured)"
@@ -233,15 +215,23 @@ class Cluster:
         return replace(self, levels=tuple(levels))
 
     def flops_per_us(
-        self, op: RateOp, dtype: str, tile: NDArray[Any] | float, kind: TileKind = "full"
+        self,
+        op: RateOp,
+        dtype: str,
+        tile: NDArray[Any] | float,
+        kind: TileKind = "full",
+        keys: NDArray[Any] | float | None = None,
     ) -> Array:
-        """The rates at sizes of tiles, interpolated over their logarithm. A dtype or kind without figures of its own
-        has those of the first that has."""
-        found = [rate for rate in self.rates if rate.op == op] or list(self.rates)
-        found = [rate for rate in found if rate.dtype == dtype] or _like_first(found, "dtype")
-        found = [rate for rate in found if rate.kind == kind] or _like_first(found, "kind")
-        points = np.array(sorted((rate.tile, rate.flops_per_us) for rate in found))
-        return np.interp(np.log2(np.maximum(tile, 1)), np.log2(points[:, 0]), points[:, 1])
+        """The rates of tiles of `tile` rows and `keys` keys (None: as many)."""
+        return self.rates_of(op, dtype, kind).flops_per_us(tile, tile if keys is None else keys)
+
+    def rates_of(self, op: RateOp, dtype: str, kind: TileKind = "full") -> RateTable:
+        """The rates by size. A dtype or kind without figures of its own has those of the first that has."""
+        tables: dict[tuple[str, str, str], RateTable] = vars(self)["_tables"]
+        table = tables.get((op, dtype, kind))
+        if table is None:
+            table = tables[op, dtype, kind] = RateTable(choose_rates(self.rates, op, dtype, kind))
+        return table
 
     def save(self, path: str | Path) -> None:
         """Write the cluster to a JSON file."""
@@ -254,16 +244,12 @@ class Cluster:
             data = json.loads(Path(path).read_text())
             levels = tuple(_level(entry) for entry in data["levels"])
             rates = tuple(Rate(**entry) for entry in data["rates"])
-            return Cluster(data["name"], levels, rates, data["call_us"], data["measured"], data["overlap"])
+            return Cluster(**(data | {"levels": levels, "rates": rates}))
         except (KeyError, TypeError, ValueError) as error:
             raise LongmeshError(
                 f"{path} is not a cluster file ({type(error).__name__}: {error}); "
                 "make one with longmesh doctor --save cluster.json, or Cluster.save"
             ) from error
-
-
-def _like_first(rates: list[Rate], field: str) -> list[Rate]:
-    return [rate for rate in rates if getattr(rate, field) == getattr(rates[0], field)]
 
 
 def _link(data: dict[str, Any]) -> Link:

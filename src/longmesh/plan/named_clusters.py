@@ -7,7 +7,8 @@ more: `longmesh doctor --save cluster.json` measures a machine, and `Cluster.loa
 from __future__ import annotations
 
 from longmesh.errors import LongmeshError
-from longmesh.plan.cluster import Cluster, Level, Link, Rate
+from longmesh.plan.cluster import Cluster, Level, Link
+from longmesh.plan.rate import Rate
 
 
 def _rates(flops_per_us: float, dtypes: tuple[str, ...], small: float) -> tuple[Rate, ...]:

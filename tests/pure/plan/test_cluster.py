@@ -68,10 +68,21 @@ def test_neighbours_that_are_ranks_apart_find_fewer_of_them_in_a_node():
 
 def test_rates_are_interpolated_and_borrowed():
     cluster = hosts(8)
-    assert cluster.flops_per_us("attention", "float32", np.array([1, 64, 256, 1024, 4096])).tolist() == [
-        10.0, 10.0, 30.0, 50.0, 50.0,
-    ]  # fmt: skip
-    assert cluster.flops_per_us("attention", "bfloat16", 1024, "causal") == 50.0
+    found = cluster.flops_per_us("attention", "float32", np.array([1, 64, 256, 1024, 4096])).tolist()
+    assert found == pytest.approx([10.0, 10.0, 500**0.5, 50.0, 50.0])  # half way, by logarithms
+    assert cluster.flops_per_us("attention", "float32", 4096, keys=64) == pytest.approx(
+        10.0
+    )  # the shorter side
+    assert cluster.flops_per_us("attention", "bfloat16", 1024, "causal") == pytest.approx(50.0)
+
+
+def test_rates_of_a_grid_of_rows_and_keys():
+    grid = [Rate("attention", "float32", r, float(r * k), keys=k) for r in (2, 8) for k in (2, 4, 8)]
+    cluster = Cluster("grid", hosts(2).levels, tuple(grid))
+    rows, keys = np.array([2, 4, 8, 1, 16]), np.array([2, 4, 8, 8, 1])
+    assert cluster.flops_per_us("attention", "float32", rows, keys=keys).tolist() == pytest.approx(
+        [4.0, 16.0, 64.0, 16.0, 16.0]
+    )
 
 
 def test_saved_and_loaded_and_sent_to_another_process(tmp_path):
@@ -97,13 +108,15 @@ def test_only_a_measured_cluster_does_not_say_that_it_is_not():
         (lambda: Link(((1.0, 2.0), (2.0, 1.0))), "never fall as messages grow"),
         (lambda: Link.of(latency_us=-1.0, bytes_per_us=5.0), "latency must be at least 0"),
         (lambda: Rate("softmax", "float32", 64, 1.0), "op is one of matmul, attention, attention_backward"),  # type: ignore[arg-type]
-        (lambda: Rate("matmul", "float32", 0, 1.0), "tile must be at least 1"),
+        (lambda: Rate("matmul", "float32", 0, 1.0), "tile and keys must be at least 1"),
         (
             lambda: Cluster("x", (Level("node", 2, FAST), Level("pod", None, FAST)), RATES),
             "the first must have 1",
         ),
         (lambda: Cluster("x", hosts(4).levels, ()), "which plans of attention need"),
         (lambda: dataclasses.replace(hosts(4), overlap=2.0), "overlap=2.0 from 0 to 1"),
+        (lambda: dataclasses.replace(hosts(4), pass_us=-1.0), "pass_us=-1.0 must be at least 0"),
+        (lambda: dataclasses.replace(hosts(4), crowding=0.5), "crowding=0.5 at least 1"),
         (lambda: named_cluster("tpu"), "cluster='tpu' is not known; use one of cpu, a100, h100"),
     ],
 )

@@ -3,11 +3,13 @@
     compute   | stage 0 | stage 1    | stage 2 |      a stage takes the longer of computing it and bringing the next;
     transfer  | stage 1   | stage 2 |                 `Cluster.overlap` says how much of the shorter one really hides
 
-Backward is the same walk with its own rates; keys come again, and the gradients of a stage go home in fp32 while the
-next is computed. Heads that are split are swapped group by group around that.
+What travels is packed and put in its place besides, which hides behind nothing. Backward is the same walk with its own
+rates; keys come again, and the gradients of a stage go home in fp32 while the next is computed. Heads that are split
+are swapped group by group around that.
 
-A call takes as long as its slowest rank. On more than MANY ranks only some are looked at: the one with the most pairs,
-the one that receives most, and others at equal distances.
+A call takes as long as its slowest rank; where ranks share cores (`Cluster.crowding`), as long as their work added up.
+On more than MANY ranks only some are looked at: the one with the most pairs, the one that receives most, and others at
+equal distances.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
 from longmesh.attention.plan.schedule import WHO, Schedule
 from longmesh.attention.plan.stats import heads_of, swapped_elements
-from longmesh.plan.cluster import RateOp, TileKind
+from longmesh.plan.rate import RateOp, TileKind
 
 Array = np.ndarray
 MANY = 32  # ranks, up to which every one is looked at
@@ -63,7 +65,9 @@ def predict(plan: AttentionPlan) -> Prediction:
 def _slowest(plan: AttentionPlan, row: RowPlan, op: RateOp) -> Times:
     groups = ranks_to_look_at(row.schedule)
     totals, computes = zip(*(_rank_times(plan, row, op, group) for group in groups), strict=True)
-    return Times(max(totals), max(computes))
+    crowding = plan.cluster.crowding
+    # Rates are those of ranks that all compute: one whose peers wait is faster by as much as they crowd it.
+    return Times(*(max(max(times) / crowding, sum(times) / len(times)) for times in (totals, computes)))
 
 
 def ranks_to_look_at(s: Schedule) -> list[int]:
@@ -81,8 +85,9 @@ def _rank_times(plan: AttentionPlan, row: RowPlan, op: RateOp, group: int) -> Ti
     mine = heads_of(plan, row, group * plan.inner)
     compute = compute_us(plan, row, op, group, mine.heads, mine.calls)
     backward = op == "attention_backward"
-    waits = _key_transfers(plan, row, group, sum(mine.kv_heads_of_groups), backward)
-    total = _walk(compute, waits, plan.cluster.overlap)
+    kv_heads = sum(mine.kv_heads_of_groups)
+    total = _walk(compute, _key_transfers(plan, row, group, kv_heads, backward), plan.cluster.overlap)
+    total += plan.cluster.pass_us + packing_us(plan, row, group, mine.heads, kv_heads, backward)
     total += _query_transfers(plan, row, group, mine.heads, backward)
     if row.shares:
         total = _with_swaps(plan, row, group * plan.inner, total, backward)
@@ -101,23 +106,43 @@ def compute_us(plan: AttentionPlan, row: RowPlan, op: RateOp, group: int, heads:
     dtype = DTYPES.get(sizes.dtype_bytes, "float32")
     tiles = row.schedule.tiles(group)
     took = np.full(len(tiles), cluster.call_us * calls)
-    flops = FLOPS[op] * area(tiles) * heads * (sizes.head_dim + sizes.v_head_dim) / 2
-    for kind, (which, size) in _kinds(tiles).items():
-        if which.any():
-            took[which] += flops[which] / cluster.flops_per_us(op, dtype, size[which], kind)
+    flops = FLOPS[op] * heads * (sizes.head_dim + sizes.v_head_dim) / 2
+    for part in parts_of(tiles):
+        if part.pairs.any():
+            rates = cluster.rates_of(op, dtype, part.kind)
+            took += flops * part.pairs / rates.flops_per_us(part.rows, part.keys)
+            if rates.has_fixed:
+                took += part.calls * calls * rates.fixed_us(part.rows, part.keys)
     return np.bincount(tiles[:, tile.STAGE], weights=took, minlength=row.schedule.num_stages)
 
 
-def _kinds(tiles: Array) -> dict[TileKind, tuple[Array, Array]]:
-    """By kind, which tiles are of it, and the size that their rate goes by."""
-    low, high = tiles[:, LO] != -UNBOUNDED, tiles[:, HI] != UNBOUNDED
-    side = np.minimum(tiles[:, Q1] - tiles[:, Q0], tiles[:, K1] - tiles[:, K0]).astype(float)
-    width = np.where(low & high, tiles[:, HI].astype(float) - tiles[:, LO] + 1, side)
-    return {
-        "full": (~(low | high), side),
-        "causal": (low ^ high, side),
-        "window": (low & high, np.minimum(width, side)),
-    }
+class TileParts(NamedTuple):
+    """Of each tile, how many pairs are of a kind, the sizes that their rate goes by, and 1 if it takes a call for
+    them."""
+
+    kind: TileKind
+    pairs: Array
+    rows: Array
+    keys: Array
+    calls: Array
+
+
+def parts_of(tiles: Array) -> list[TileParts]:
+    """Tiles as rectangles, triangles and windows. A tile with one edge is a triangle beside a rectangle."""
+    edges = (tiles[:, LO] != -UNBOUNDED).astype(int) + (tiles[:, HI] != UNBOUNDED)
+    rows, keys = tiles[:, Q1] - tiles[:, Q0], tiles[:, K1] - tiles[:, K0]
+    pairs = area(tiles).astype(float)
+    # The pairs that a triangle of this side lacks to be a square are those that the tile lacks.
+    side = np.where(edges == 1, (1 + np.sqrt(1 + 8 * (rows * keys - pairs))) / 2, 0.0)
+    triangle = side * (side + 1) / 2
+    width = np.where(edges == 2, (tiles[:, HI] - tiles[:, LO] + 1).astype(float), 0.0)
+    width = np.minimum(width, keys)
+    full = np.where(edges == 2, 0.0, np.maximum(pairs - triangle, 0.0))
+    return [
+        TileParts("full", full, rows, keys, edges == 0),
+        TileParts("causal", triangle, side, side, edges == 1),
+        TileParts("window", np.where(edges == 2, pairs, 0.0), width, width, edges == 2),
+    ]
 
 
 def _key_transfers(plan: AttentionPlan, row: RowPlan, group: int, kv_heads: int, backward: bool) -> Array:
@@ -136,13 +161,33 @@ def _key_transfers(plan: AttentionPlan, row: RowPlan, group: int, kv_heads: int,
         # Links of different levels carry at the same time.
         parts = [link.times_us(arrived * element * size, peers) for size in sizes]
         took = np.maximum(took, np.where(arrived > 0, sum(parts), 0.0))
-    arrived = np.bincount(f[:, STAGE], weights=rows, minlength=s.num_stages)
-    copied = sum(cluster.levels[0].link.times_us(2 * arrived * element * size) for size in sizes)
-    took = took + np.where(arrived > 0, copied, 0.0)
     if s.last_stage:  # a collective of every rank, though this one receives nothing
         least = cluster.levels[_outermost(plan, s)].link_of(way).time_us(0, peers) * len(sizes)
         took[1 : s.last_stage + 1] = np.maximum(took[1 : s.last_stage + 1], least)
     return took
+
+
+def packing_us(
+    plan: AttentionPlan, row: RowPlan, group: int, heads: int, kv_heads: int, backward: bool
+) -> float:
+    """Copies of keys that travel and of their gradients, and what is written as 0 to add gradients to."""
+    s, sizes = row.schedule, plan.heads
+    f = s.received(group)
+    element = kv_heads * sizes.kv_dim
+    keys = element * sizes.dtype_bytes  # bytes of a key with its value
+    grads = element * sizes.wide_bytes
+    own = s.kv_ownership.counts[group]
+    arrived = np.bincount(f[:, STAGE], weights=f[:, STOP] - f[:, START], minlength=s.num_stages)
+    copied = [own * keys] if s.last_stage else []
+    # Rows of one owner, or of one after the other, arrive in their place.
+    after = (f[1:, STAGE] == f[:-1, STAGE]) & (f[1:, OWNER] < f[:-1, OWNER])
+    moved = 2 if after.any() else 0
+    copied += [rows * keys for rows in arrived] * moved
+    if backward:
+        copied += [own * grads, s.ownership.counts[group] * heads * sizes.head_dim * sizes.wide_bytes]
+        copied += [rows * grads for rows in arrived] * (2 + moved)
+    link = plan.cluster.levels[0].link
+    return float(sum(link.time_us(size) for size in copied if size))
 
 
 def _outermost(plan: AttentionPlan, s: Schedule) -> int:
@@ -201,6 +246,10 @@ def _with_swaps(plan: AttentionPlan, row: RowPlan, rank: int, attend_us: float, 
     going = swapped.qkv_back * wide if backward else swapped.output_back * narrow
     link = cluster.level_of((plan.outer, plan.inner), (1,)).link_of("all_to_all")
     each = [link.time_us(size / groups, plan.inner - 1) for size in (coming, going)]
-    packing = sum(cluster.levels[0].link.time_us(2 * size) for size in (coming, going))
+    # A rank's own part is packed with the others'. What comes is placed; what goes back is added to 0s.
+    whole = plan.inner / max(1, plan.inner - 1)
+    packing = sum(
+        times * cluster.levels[0].link.time_us(size * whole) for size, times in ((coming, 2), (going, 3))
+    )
     hidden = cluster.overlap * min(attend_us, sum(each) * groups) * (groups - 1) / groups
     return attend_us + sum(each) * groups + packing - hidden

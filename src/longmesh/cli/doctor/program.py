@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longmesh.cli.doctor.finding import Finding
 from longmesh.cli.doctor.kernels import examine_kernels
 from longmesh.cli.doctor.links import examine_links
 from longmesh.cli.doctor.machine import examine_machine
-from longmesh.cli.doctor.measured import measured_cluster
 from longmesh.cli.doctor.ranks import examine_exchanges
+from longmesh.debug.measure_cluster import measure_cluster
 
 
 def main(json_path: str, save_path: str) -> int:
@@ -34,7 +34,11 @@ def main(json_path: str, save_path: str) -> int:
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group()
-    findings, axes = examine(device)
+    mesh = make_mesh(device)
+    findings = examine(device, mesh)
+    cluster = None
+    if save_path and mesh is not None:
+        cluster = measure_cluster(mesh, name=f"{device.type} x {mesh.size()}, measured")
     problems = sum(f.problem is not None for f in findings)
     if dist.is_initialized():
         total = torch.tensor([problems], device=device)
@@ -45,32 +49,38 @@ def main(json_path: str, save_path: str) -> int:
         if json_path:
             found = {"host": platform.node(), "problems": problems, "findings": [asdict(f) for f in findings]}
             Path(json_path).write_text(json.dumps(found, indent=1))
-        if save_path:
-            name = f"{device.type} x {dist.get_world_size()}, measured"
-            measured_cluster(findings, axes, device, name).save(save_path)
+        if cluster is not None:
+            cluster.save(save_path)
     if dist.is_initialized():
         dist.destroy_process_group()
     return 1 if problems else 0
 
 
-def examine(device: torch.device) -> tuple[list[Finding], dict[str, int | None]]:
-    """Everything that can be found out here, and the levels of links that were measured."""
+def make_mesh(device: torch.device) -> DeviceMesh | None:
+    """The ranks that are there, by hosts if there are several; None if this process is alone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    size = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if 1 < local < size and size % local == 0:
+        return init_device_mesh(device.type, (size // local, local), mesh_dim_names=("pod", "node"))
+    return init_device_mesh(device.type, (size,), mesh_dim_names=("node",))
+
+
+def examine(device: torch.device, mesh: DeviceMesh | None) -> list[Finding]:
+    """Everything that can be found out here."""
     findings = examine_machine(device) + examine_kernels(device)
-    axes: dict[str, int | None] = {}
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        size = dist.get_world_size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        mesh = init_device_mesh(device.type, (size,))
-        if local < size and size % local == 0:
-            grid = init_device_mesh(device.type, (size // local, local), mesh_dim_names=("pod", "node"))
-            axes = {"node": local, "pod": None}
-            for axis in axes:
-                findings += examine_links(axis, grid.get_group(axis), device)
-        else:
-            axes = {"node": None}
-            findings += examine_links("node", mesh.get_group(), device)
-        findings += examine_exchanges(mesh, device)
-    return findings, axes
+    if mesh is None:
+        return findings
+    for axis in reversed(mesh.mesh_dim_names or ()):
+        findings += examine_links(axis, mesh.get_group(axis), device)
+    size = mesh.size()
+    line = init_device_mesh(device.type, (size,)) if mesh.ndim > 1 else mesh
+    findings += examine_exchanges(line, device, ("ring", "allgather", "sparse", "ulysses"))
+    if size >= 4 and size % 2 == 0:
+        grid = mesh if mesh.ndim > 1 else init_device_mesh(device.type, (size // 2, 2))
+        findings += examine_exchanges(grid, device, ("hybrid",))
+    return findings
 
 
 def show(findings: list[Finding], problems: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -12,7 +14,7 @@ from longmesh.cli.doctor.finding import Finding
 _TOKENS, _HEADS, _DIM = 509, 4, 64
 
 
-def examine_exchanges(mesh: DeviceMesh, device: torch.device) -> list[Finding]:
+def examine_exchanges(mesh: DeviceMesh, device: torch.device, exchanges: Sequence[str]) -> list[Finding]:
     """Causal attention by each exchange, output and gradients."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     draw = torch.Generator().manual_seed(0)
@@ -21,7 +23,7 @@ def examine_exchanges(mesh: DeviceMesh, device: torch.device) -> list[Finding]:
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     wants = [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
     found = []
-    for exchange in ("ring", "allgather", "sparse", "ulysses"):
+    for exchange in exchanges:
         cp = ContextParallel(
             mesh, seq_len=_TOKENS, mask=masks.causal(), layout="zigzag", exchange=exchange, num_heads=_HEADS,
             head_dim=_DIM, dtype=dtype,
@@ -35,7 +37,11 @@ def examine_exchanges(mesh: DeviceMesh, device: torch.device) -> list[Finding]:
         )
         limit = 1e-3 if dtype == torch.float32 else 0.2  # gradients of sums over all tokens grow to about 5
         kernel = cp.explain().splitlines()[-1].split()[1]
-        figures = {"ranks": mesh.size(), "error": float(f"{worst:.3g}"), "kernel": kernel}
+        figures = {
+            "ranks": " x ".join(map(str, mesh.shape)),
+            "error": float(f"{worst:.3g}"),
+            "kernel": kernel,
+        }
         found.append(
             Finding("exchanges", exchange, figures, None if worst <= limit else f"differs by {worst:.3g}")
         )

@@ -1,0 +1,141 @@
+"""How long ranks take to talk to each other: the links of a `Cluster`, measured over one axis of a mesh.
+
+Collective: every rank of the group measures the same, and gets the same figures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from longmesh.attention.execute.rows import to_rows
+from longmesh.comm import AxisGroup, collectives
+from longmesh.comm.p2p import start_all_to_all, start_send_receive
+from longmesh.plan.cluster import Level, Link
+
+LOOP_S = 0.006  # what is shorter is repeated until it takes this long: a clock of single calls shows outliers
+LOOPS = 5  # of which the second fastest counts: others are disturbed, by anything else that runs
+ROWS = (16, 256, 2048, 8192)  # of 8 heads of 64, packed to find out what a copy takes
+
+
+class Clock:
+    """Times that are the same on every rank of a group."""
+
+    def __init__(self, group: AxisGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+
+    def time_us(self, run: Callable[[], object]) -> float:
+        """Microseconds of a call while every rank makes it: the slowest rank's. Collective."""
+        self._loop(run, 1)
+        count = max(1, min(100, int(LOOP_S * 1e6 / max(1.0, self._loop(run, 1)))))
+        return sorted(self._loop(run, count) for _ in range(LOOPS))[1]
+
+    def alone_us(self, run: Callable[[], object]) -> float:
+        """The same while the other ranks wait for the first. Collective; `run` must not be."""
+        count = 3 if self.group.rank == 0 else 0
+        return sorted(self._loop(run, count) for _ in range(LOOPS))[1]
+
+    def _loop(self, run: Callable[[], object], count: int) -> float:
+        self.slowest(0.0)  # the ranks start together
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+        return self.slowest((time.perf_counter() - start) * 1e6 / count if count else 0.0)
+
+    def slowest(self, us: float) -> float:
+        """The largest of the ranks' numbers."""
+        if self.group.size == 1:
+            return us
+        mine = torch.tensor([us]).to(self.device)
+        return float(collectives.all_reduce(mine, reduce_op="max", group=self.group))
+
+
+def measure_level(clock: Clock, name: str, ranks: int | None, messages: Sequence[int]) -> Level:
+    """Every collective by the bytes that a rank receives."""
+    links = {kind: _link(clock, _maker(clock.group, kind), messages) for kind in _KINDS}
+    return Level(name, ranks, links["all_gather"], tuple(links.items()))
+
+
+_KINDS = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "send")
+
+
+def _maker(group: AxisGroup, kind: str) -> Callable[[int, torch.device], Callable[[], object]]:
+    """What makes a call in which this rank receives so many bytes."""
+    n, me = group.size, group.rank
+
+    def make(size: int, device: torch.device) -> Callable[[], object]:
+        part = max(1, size // 4 // max(1, n - 1))  # elements of each peer
+        if kind == "send":
+            counts = [size // 4 if member == (me + 1) % n else 0 for member in range(n)]
+            coming = [size // 4 if member == (me - 1) % n else 0 for member in range(n)]
+            sent = torch.zeros((size // 4, 1), device=device)
+            return lambda: start_send_receive(
+                sent, send_counts=counts, recv_counts=coming, group=group
+            ).wait()
+        if kind == "all_gather":
+            one = torch.zeros(part, device=device)
+            return lambda: collectives.all_gather(one, group=group)
+        if kind == "all_reduce":
+            half = torch.zeros(max(1, part * n // 2), device=device)
+            return lambda: collectives.all_reduce(half, reduce_op="sum", group=group)
+        counts = [0 if member == me else part for member in range(n)]
+        rows = torch.zeros((part * (n - 1), 1), device=device)
+        whole = torch.zeros(part * n, device=device)
+        if kind == "all_to_all" or (kind == "reduce_scatter" and group.is_gloo):  # a sum of rows there
+
+            def run() -> Tensor:
+                found = start_all_to_all(rows, send_counts=counts, recv_counts=counts, group=group).wait()
+                return found if kind == "all_to_all" else found.view(n - 1, -1).sum(0)
+
+            return run
+        return lambda: collectives.reduce_scatter(whole, reduce_op="sum", group=group)
+
+    return make
+
+
+def _link(
+    clock: Clock, make: Callable[[int, torch.device], Callable[[], object]], messages: Sequence[int]
+) -> Link:
+    if clock.group.size == 1:
+        return Link(tuple((float(size), 0.0) for size in messages))
+    return Link(_rising([(float(size), clock.time_us(make(size, clock.device))) for size in messages]))
+
+
+def _rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Times that never fall as messages grow: no message takes longer than a larger one, it was only disturbed."""
+    least = list(itertools.accumulate((us for _, us in reversed(points)), min))[::-1]
+    return tuple((size, us) for (size, _), us in zip(points, least, strict=True))
+
+
+def measure_copies(clock: Clock, dtype: torch.dtype) -> Link:
+    """The time in which rows are packed, by their bytes."""
+    points: list[tuple[float, float]] = []
+    for rows in ROWS:
+        t = torch.randn(1, 8, rows, 64, device=clock.device).to(dtype)
+        points.append((float(t.nbytes), clock.time_us(lambda t=t: to_rows(t))))
+    return Link(_rising(points))
+
+
+def measure_overlap(clock: Clock, compute: Callable[[], object]) -> float:
+    """How much of a transfer of 2 MiB hides behind computing."""
+    n, me = clock.group.size, clock.group.rank
+    if n == 1:
+        return 1.0
+    sent = torch.zeros((1 << 19, 1), device=clock.device)
+    counts = [len(sent) if member == (me + 1) % n else 0 for member in range(n)]
+    coming = [len(sent) if member == (me - 1) % n else 0 for member in range(n)]
+
+    def transfer(between: Callable[[], object] = lambda: None) -> None:
+        pending = start_send_receive(sent, send_counts=counts, recv_counts=coming, group=clock.group)
+        between()
+        pending.wait()
+
+    alone = clock.time_us(compute), clock.time_us(transfer)
+    both = clock.time_us(lambda: transfer(compute))
+    return min(1.0, max(0.0, (sum(alone) - both) / min(alone)))
