@@ -7,7 +7,9 @@ from hypothesis import given, settings, strategies as st
 
 from longmesh.attention import masks, plan_attention
 from longmesh.attention.layout.named import LAYOUTS
+from longmesh.attention.plan.api import AS_FAST
 from longmesh.attention.plan.predict import MANY, ranks_to_look_at
+from longmesh.attention.plan.stats import rank_stats
 from longmesh.plan import Cluster, Level, Link, Rate, named_cluster
 from tests.pure.attention.test_masks import any_mask
 
@@ -36,7 +38,8 @@ def test_clusters_that_differ_in_link_speed_choose_differently_and_each_better(m
         theirs = plan_attention(
             seq_len=1 << 16, ranks=8, mask=mask, layout=layout, exchange=exchange, cluster=mine, **MODEL
         )
-        assert plans[mine].predict().total_us < theirs.predict().total_us
+        # What is closer than AS_FAST counts as equal; on slow links the other's choice is far off.
+        assert plans[mine].predict().total_us < (AS_FAST if mine is FAST else 0.9) * theirs.predict().total_us
         assert plans[mine].digest != theirs.digest
 
 
@@ -93,6 +96,36 @@ def test_on_many_ranks_only_some_are_looked_at():
     many = plan_attention(seq_len=1 << 16, ranks=1000, layout="contiguous", exchange="sparse")
     looked_at = ranks_to_look_at(many.rows[0].schedule)
     assert 999 in looked_at and len(looked_at) <= 11  # the last one computes most of a causal mask
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "exchange"),
+    [
+        (40, "solve", "sparse"),
+        (40, "zigzag", "ring"),
+        ((2, 40), "zigzag", "hybrid"),
+        (40, "zigzag", "ulysses"),
+    ],
+)
+def test_of_many_ranks_some_are_explained(ranks, layout, exchange):
+    mask = masks.documents([1000, 3000, 3, 997])
+    plan = plan_attention(
+        seq_len=5000, ranks=ranks, mask=mask, layout=layout, exchange=exchange, num_heads=40
+    )
+    text = plan.explain()
+    assert len(text.splitlines()) < 80 and "more ranks: stats() has them all" in text
+    some = [0, 7, 12, plan.num_ranks - 1]
+    assert rank_stats(plan, some) == tuple(plan.stats()[rank] for rank in some)
+    assert ("... 36 more stages" in text) == (exchange == "ring")
+    areas = [stats.area for stats in plan.stats()]
+    assert f"busiest rank {max(areas) * len(areas) / sum(areas):.3f} of the mean area" in text
+
+
+def test_a_window_is_not_chopped_to_move_what_nobody_sees():
+    plan = plan_attention(
+        seq_len=2048, ranks=2, mask=masks.sliding_window(256), layout="solve", exchange="sparse"
+    )
+    assert max(stats.kernel_calls for stats in plan.stats()) <= 4
 
 
 def test_rates_by_kind_of_tile():

@@ -20,7 +20,7 @@ import numpy as np
 
 from longmesh.attention.layout.base import Ownership
 from longmesh.attention.mask.one_slice import Rectangle, area_of_one, subtract_rectangle
-from longmesh.attention.mask.slices import EW, K0, K1, LO, Q0, Q1, area
+from longmesh.attention.mask.slices import EW, HI, K0, K1, LO, Q0, Q1, area
 from longmesh.attention.plan.schedule import WHO, rows_at_home
 
 Array = np.ndarray
@@ -28,7 +28,7 @@ Array = np.ndarray
 TOLERANCE = 0.018
 ROUNDS_PER_RANK = 6
 MIN_WIDTH = 64  # tokens; narrower strips cost more in calls than they balance
-MIN_PART = 8  # a move brings at least this part of what is to be moved
+MIN_PART = 3  # a move brings at least this part of what is to be moved
 
 
 class Move(NamedTuple):
@@ -60,19 +60,22 @@ class Loads:
         asked = rows[:, EW] == 1
         return (rows[~asked], pairs[~asked]) if asked.any() else (rows, pairs)
 
-    def move(self, rectangle: Rectangle, source: int, to: int) -> None:
-        """Let `to` compute what `source` computes inside the rectangle."""
+    def move(self, rectangle: Rectangle, source: int, to: int) -> bool:
+        """Let `to` compute what `source` computes inside the rectangle; False if there is nothing."""
         rows, pairs = self.rows[source], self.pairs[source]
         q0, q1, k0, k1 = rectangle
         touched = (rows[:, Q0] < q1) & (rows[:, Q1] > q0) & (rows[:, K0] < k1) & (rows[:, K1] > k0)
         left = subtract_rectangle([tuple(row) for row in rows[touched].tolist()], rectangle)
         sizes = [area_of_one(*row) for row in left]
         taken = int(pairs[touched].sum()) - sum(sizes)
+        if taken == 0:
+            return False
         new = np.array(left, dtype=np.int64).reshape(-1, WHO + 1)
         self.rows[source] = np.concatenate([rows[~touched], new])
         self.pairs[source] = np.concatenate([pairs[~touched], np.array(sizes, dtype=np.int64)])
         self.load[source] -= taken
         self.load[to] += taken
+        return True
 
 
 def rebalance(slices: Array, owned: Ownership, query_cost: float, keys: Ownership | None = None) -> Ownership:
@@ -89,8 +92,9 @@ def rebalance(slices: Array, owned: Ownership, query_cost: float, keys: Ownershi
         move = _cheapest_move(*loads.movable(busy), busy, load, mean, table, query_cost)
         if move is None:
             break
+        if not loads.move(move.rectangle, busy, move.to):
+            break
         moved.append((*move.rectangle, move.to))
-        loads.move(move.rectangle, busy, move.to)
     return dataclasses.replace(owned, moved=tuple(moved))
 
 
@@ -119,13 +123,13 @@ def _to_key_owner(
     keep = np.nonzero((owner != busy) & (room > 0))[0]
     a, b, room = a[keep], b[keep], room[keep]
     k0, k1 = np.maximum(mine[a, K0], table[b, 0]), np.minimum(mine[a, K1], table[b, 1])
-    width = k1 - k0
-    keep = np.nonzero(width >= MIN_WIDTH)[0]
+    # Of a band only some rows see these keys.
+    q0, q1 = np.maximum(mine[a, Q0], k0 - mine[a, HI]), np.minimum(mine[a, Q1], k1 - mine[a, LO])
+    width, height = k1 - k0, q1 - q0
+    keep = np.nonzero((width >= MIN_WIDTH) & (height > 0))[0]
     if len(keep) == 0:
         return None
-    a, b, k0, k1, width, room = a[keep], b[keep], k0[keep], k1[keep], width[keep], room[keep]
-    q0, q1 = mine[a, Q0], mine[a, Q1]
-    height = q1 - q0
+    b, k0, k1, q0, q1, width, height, room = (x[keep] for x in (b, k0, k1, q0, q1, width, height, room))
     wanted = np.minimum(load[busy] - mean, room)
     some_rows = np.minimum(height, -(-wanted // width))
     some_keys = np.minimum(width, -(-wanted // height))
@@ -138,7 +142,7 @@ def _to_key_owner(
         [np.where(pairs >= enough, keys / np.minimum(pairs, wanted), np.inf) for keys, pairs in kinds]
     )
     best = int(cost.argmin())
-    kind, i = divmod(best, len(a))
+    kind, i = divmod(best, len(b))
     if not math.isfinite(cost[best]):
         return None
     if kind == 0:

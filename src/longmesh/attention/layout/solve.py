@@ -16,6 +16,7 @@ import numpy as np
 from longmesh.attention.exchange.fragment import START, STOP, no_fragments
 from longmesh.attention.exchange.needs import Needs
 from longmesh.attention.layout.base import Layout, Ownership, Workload
+from longmesh.attention.layout.components import components
 from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.fill import fill_ranks
 from longmesh.attention.layout.rebalance import rebalance
@@ -24,6 +25,7 @@ from longmesh.attention.mask.slices import K0, K1, area
 from longmesh.attention.plan.schedule import WHO, remote_queries, rows_by_rank
 
 EVEN = 1.02  # the busiest rank's area over the mean that still passes for even
+FEW = 128  # ranks, up to which other cuts may be better for one long sequence too
 DEAR_QUERY = 2.0  # from this cost of a query in keys on, less is computed away from home
 
 
@@ -41,7 +43,8 @@ class Solve(Layout):
 
     def assign(self, work: Workload, ranks: int) -> Ownership:
         cuts = [Contiguous().assign(work, ranks)]
-        if work.one_sequence:
+        is_whole = ranks > FEW and len(components(work.slices, work.seq_len)) == 1
+        if work.one_sequence and not is_whole:
             first = fill_ranks(work, ranks) if work.query_cost >= DEAR_QUERY else spread(work, ranks)
             cuts = [first] if first == cuts[0] else [first, *cuts]
         cuts = [rebalance(work.slices, cut, work.query_cost, work.keys) for cut in cuts]

@@ -1,24 +1,28 @@
 """A plan in words, for people: choices, then a line for each rank, then each stage."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from longmesh.attention.exchange.fragment import START, STOP
+from longmesh.attention.exchange.fragment import STAGE, START, STOP
 from longmesh.attention.mask.slices import area
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
-from longmesh.attention.plan.predict import Prediction
+from longmesh.attention.plan.predict import MANY, SOME, Prediction, ranks_to_look_at
+from longmesh.attention.plan.schedule import WHO
+from longmesh.attention.plan.stats import RankStats, heads_of, rank_stats
 from longmesh.plan.render import format_bytes
+
+FEW_STAGES = 4  # that are shown of many, where many ranks pass keys on
+MOST_ROWS = 4  # of a batch, whose busiest ranks are shown
 
 
 def explain(plan: AttentionPlan) -> str:
-    """Text of a few lines a rank."""
-    stats = plan.stats()
-    areas = np.array([s.area for s in stats])
+    """Text of a few lines a rank; of many ranks or stages, some of them."""
+    shown = _shown_ranks(plan)
+    stats = rank_stats(plan, shown)
+    areas = _areas(plan)
     mean = max(areas.mean(), 1e-9)
-    ring = plan.kv_len * (plan.num_ranks - 1) * len(plan.rows)
-    received = sum(s.received_tokens for s in stats)
-    sent = format_bytes(sum(s.received_bytes for s in stats))
-    ratio = 100 * received / max(ring, 1)
     shape = _count(plan.num_ranks, "rank")
     if plan.inner > 1:
         shape = f"{_count(plan.outer, 'group')} of {plan.inner} ranks"
@@ -32,7 +36,7 @@ def explain(plan: AttentionPlan) -> str:
         f"  {plan.heads}, {plan.heads.dtype_bytes} bytes an element",
         *_time_lines(plan),
         f"  balance: busiest rank {areas.max() / mean:.3f} of the mean area, {areas.sum():.0f} pairs in all",
-        f"  traffic: {sent} received in all, {ratio:.1f}% of a full ring's keys and values",
+        _traffic_line(plan, stats),
         f"  rank   tokens{'     keys' * two}         area  of mean   received       sent  peak KV  calls",
     ]
     for s in stats:
@@ -41,11 +45,46 @@ def explain(plan: AttentionPlan) -> str:
             f" {format_bytes(s.received_bytes):>10} {format_bytes(s.sent_bytes):>10}"
             f" {format_bytes(s.peak_kv_bytes):>8} {s.kernel_calls:6d}"
         )
+    if shown is not None:
+        lines.append(f"  ... {plan.num_ranks - len(shown)} more ranks: stats() has them all")
     for number, row in enumerate(plan.rows):
         if len(plan.rows) > 1:
             lines.append(f"  batch row {number}")
-        lines += _stage_lines(row)
+        lines += _stage_lines(row, shown)
     return "\n".join(lines)
+
+
+def _shown_ranks(plan: AttentionPlan) -> list[int] | None:
+    """Some of many ranks, the busiest among them; None: all."""
+    if plan.num_ranks <= MANY:
+        return None
+    groups = {group for row in plan.rows[:MOST_ROWS] for group in ranks_to_look_at(row.schedule)}
+    if plan.outer <= MANY:  # few groups of many ranks
+        groups = set(range(0, plan.outer, -(-plan.outer // SOME)))
+    return sorted(group * plan.inner for group in groups)
+
+
+def _areas(plan: AttentionPlan) -> np.ndarray:
+    """The pairs that each rank computes, in all heads' worth."""
+    total = np.zeros(plan.num_ranks)
+    for row in plan.rows:
+        rows = row.schedule.rows
+        pairs = np.bincount(rows[:, WHO], weights=area(rows), minlength=plan.outer)
+        heads = [heads_of(plan, row, rank).heads / plan.heads.num_heads for rank in range(plan.inner)]
+        total += (pairs[:, None] * np.array(heads)).ravel()
+    return total
+
+
+def _traffic_line(plan: AttentionPlan, stats: Sequence[RankStats]) -> str:
+    ring = plan.kv_len * (plan.num_ranks - 1) * len(plan.rows)
+    times = plan.num_ranks / len(stats)
+    received = times * sum(s.received_tokens for s in stats)
+    sent = format_bytes(int(times * sum(s.received_bytes for s in stats)))
+    about = "about " * (times > 1)
+    return (
+        f"  traffic: {about}{sent} received in all, {100 * received / max(ring, 1):.1f}% of a full ring's keys and "
+        "values"
+    )
 
 
 def _of_keys(plan: AttentionPlan) -> str:
@@ -88,14 +127,17 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _stage_lines(row: RowPlan) -> list[str]:
+def _stage_lines(row: RowPlan, shown: Sequence[int] | None) -> list[str]:
     """For each stage and group: what arrives and which blocks run."""
     s = row.schedule
     who = "rank" if row.inner == 1 else "group"
-    tiles, kept = s.all_tiles, s.all_stretches
-    pairs = area(tiles)
+    groups = range(s.ownership.num_ranks) if shown is None else sorted({rank // row.inner for rank in shown})
+    work = {group: (s.tiles(group), s.received(group)) for group in groups}
     lines: list[str] = []
-    for stage in range(s.num_stages):
+    stages = list(range(s.num_stages))
+    if shown is not None and len(stages) > FEW_STAGES:
+        stages = [*range(FEW_STAGES - 1), s.num_stages - 1]
+    for stage in stages:
         kind = (
             "own keys"
             if s.is_local(stage)
@@ -103,15 +145,17 @@ def _stage_lines(row: RowPlan) -> list[str]:
             if s.relay
             else "received keys"
         )
+        if stage == s.num_stages - 1 > len(stages) - 1:
+            lines.append(f"  ... {s.num_stages - len(stages)} more stages")
         lines.append(f"  stage {stage}: {kind}")
-        for rank in range(s.ownership.num_ranks):
-            arrived = (kept.rank == rank) & (kept.stage == stage)
-            mine = (tiles[:, tile.RANK] == rank) & (tiles[:, tile.STAGE] == stage)
-            tokens = int((kept.stop - kept.start)[arrived].sum())
-            if tokens or mine.any():
+        for group, (tiles, f) in work.items():
+            mine = tiles[tiles[:, tile.STAGE] == stage]
+            f = f[f[:, STAGE] == stage]
+            tokens = int((f[:, STOP] - f[:, START]).sum())
+            if tokens or len(mine):
                 arrives = f"{_count(tokens, 'key')} arrive{'s' * (tokens == 1)}, " if tokens else ""
-                work = f"{_count(int(mine.sum()), 'block')}, {_count(int(pairs[mine].sum()), 'pair')}"
-                lines.append(f"    {who} {rank}: {arrives}{work}")
+                done = f"{_count(len(mine), 'block')}, {_count(int(area(mine).sum()), 'pair')}"
+                lines.append(f"    {who} {group}: {arrives}{done}")
     moved = int((s.queries[:, STOP] - s.queries[:, START]).sum())
     if moved:
         lines.append(f"  {moved} queries are computed away from home; their results come back and are merged")

@@ -7,11 +7,12 @@ and its value in all heads. Backward receives the keys again, or saves them, and
 gradient home in fp32.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from longmesh.attention.exchange.fragment import OWNER, RANK, START, STOP
+from longmesh.attention.exchange.fragment import OWNER, RANK, STAGE, START, STOP
 from longmesh.attention.mask.slices import area
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
@@ -37,11 +38,14 @@ class RankStats(NamedTuple):
     kernel_calls: int
 
 
-def rank_stats(plan: AttentionPlan) -> tuple[RankStats, ...]:
-    """One `RankStats` for each rank."""
-    total = sum(_row_figures(plan, row) for row in plan.rows)
+def rank_stats(plan: AttentionPlan, ranks: Sequence[int] | None = None) -> tuple[RankStats, ...]:
+    """One `RankStats` for each rank, or for each of some, which takes no look at the others."""
+    shown = range(plan.num_ranks) if ranks is None else ranks
+    total = sum(_row_figures(plan, row, ranks) for row in plan.rows)
     out: list[RankStats] = []
-    for rank, (tokens, keys, pairs, sent, received, peak, calls) in enumerate(np.asarray(total).tolist()):
+    for rank, (tokens, keys, pairs, sent, received, peak, calls) in zip(
+        shown, np.asarray(total).tolist(), strict=True
+    ):
         out.append(
             RankStats(
                 rank=rank,
@@ -58,36 +62,69 @@ def rank_stats(plan: AttentionPlan) -> tuple[RankStats, ...]:
     return tuple(out)
 
 
-def _row_figures(plan: AttentionPlan, row: RowPlan) -> np.ndarray:
-    """Columns tokens, keys, area, sent, received, peak, calls; a row for each rank."""
-    tiles, groups, heads = row.schedule.all_tiles, plan.outer, plan.heads
+class GroupFigures(NamedTuple):
+    """What a group of ranks computes and sends, in pairs, calls and tokens. `arrives` and `leaves`: keys, queries,
+    partial results; `held`: the most key rows alive at once besides its own."""
+
+    pairs: float
+    calls: int
+    arrives: np.ndarray
+    leaves: np.ndarray
+    held: int
+
+
+def _all_groups(row: RowPlan) -> list[GroupFigures]:
+    """The figures of every group, found together."""
+    tiles, groups = row.schedule.all_tiles, row.schedule.ownership.num_ranks
     pairs = np.bincount(tiles[:, tile.RANK], weights=area(tiles), minlength=groups)
     calls = np.bincount(tiles[:, tile.RANK], minlength=groups)
-    arrives, leaves = traffic(row)
-    held = peak_stage_rows(row)
-    out = np.zeros((plan.num_ranks, 7))
-    for rank in range(plan.num_ranks):
+    return list(map(GroupFigures, pairs, calls, *traffic(row), peak_stage_rows(row)))
+
+
+def _one_group(row: RowPlan, group: int) -> GroupFigures:
+    """The figures of one group among many."""
+    s = row.schedule
+    tiles, f = s.tiles(group), s.received(group)
+    there, home = s.queries[:, RANK] == group, s.queries[:, OWNER] == group
+    size = s.queries[:, STOP] - s.queries[:, START]
+    moved = int(size[there].sum()), int(size[home].sum())
+    sent = s.received((group + 1) % s.ownership.num_ranks) if s.relay else s.lent(group)
+    rows, leaving = (int((x[:, STOP] - x[:, START]).sum()) for x in (f, sent))
+    held = np.bincount(f[:, STAGE], weights=f[:, STOP] - f[:, START], minlength=s.num_stages + 1)
+    peak = int((held[:-1] + held[1:]).max())
+    arrives, leaves = np.array([rows, *moved]), np.array([leaving, *moved[::-1]])
+    return GroupFigures(float(area(tiles).sum()), len(tiles), arrives, leaves, peak)
+
+
+def _row_figures(plan: AttentionPlan, row: RowPlan, ranks: Sequence[int] | None) -> np.ndarray:
+    """Columns tokens, keys, area, sent, received, peak, calls; a row for each rank, or for each of some."""
+    heads = plan.heads
+    found = _all_groups(row) if ranks is None else {}
+    shown = range(plan.num_ranks) if ranks is None else ranks
+    out = np.zeros((len(shown), 7))
+    for place, rank in enumerate(shown):
         group = rank // plan.inner
+        figures = found[group] if isinstance(found, list) else _one_group(row, group)
         mine = heads_of(plan, row, rank)
         key_bytes = heads.kv_dim * heads.dtype_bytes
         # Between groups of ranks a key head travels with each group of heads that reads it.
         key, query = sum(mine.kv_heads_of_groups) * key_bytes, mine.heads * heads.head_dim * heads.dtype_bytes
         result = mine.heads * (heads.v_head_dim + 1) * heads.wide_bytes
-        received = arrives[group] @ (key, query, result)
-        sent = leaves[group] @ (key, query, result)
+        received = figures.arrives @ (key, query, result)
+        sent = figures.leaves @ (key, query, result)
         if row.shares:
             swapped = swapped_elements(plan, row, rank)
             received += (swapped.qkv_in + swapped.output_back) * heads.dtype_bytes
             sent += (swapped.qkv_back + swapped.output_in) * heads.dtype_bytes
         own = row.schedule.kv_ownership.counts[group] * mine.kv_heads
-        out[rank] = (
+        out[place] = (
             row.ownership.counts[rank],
             row.kv_ownership.counts[rank],
-            pairs[group] * mine.heads / heads.num_heads,
+            figures.pairs * mine.heads / heads.num_heads,
             sent,
             received,
-            (own + held[group] * max(mine.kv_heads_of_groups)) * key_bytes,
-            calls[group] * mine.calls,
+            (own + figures.held * max(mine.kv_heads_of_groups)) * key_bytes,
+            figures.calls * mine.calls,
         )
     return out
 
