@@ -2,6 +2,7 @@
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longmesh.comm.machine import use_cluster
 from longmesh.comm.stop import REQUEUE_EXIT_CODE, stop_requested
 from longmesh.plan import Cluster, Level, Link, Rate, RedistributePlan, named_cluster, plan_redistribute
 from longmesh.spec import (
@@ -72,5 +73,6 @@ __all__ = [
     "tiled",
     "tiled_cross_entropy",
     "token_logprobs",
+    "use_cluster",
     "zeros",
 ]

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.comm.record import tell_new_group
 from longmesh.errors import NotDistributedError
+from longmesh.plan import Cluster, cluster_of
 from longmesh.spec import Coordinate, MeshShape
 
 
@@ -67,6 +68,9 @@ class MeshComm:
         # Read once: a compiler that traces with fake tensors could not read the mesh's own.
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self._groups: dict[tuple[int, ...], AxisGroup] = {}
+        # How many ranks apart neighbours are, and the machine that plans are made for (comm/machine.py).
+        self.stride = 1 if len(self.ranks) == 1 else max(1, self.ranks[1] - self.ranks[0])
+        self.cluster: Cluster = cluster_of(None, mesh.device_type).every(self.stride)
         # In-place ops on the mesh's tensors in inference mode, where torch does not count them (tensor/view_origin.py).
         self.num_writes = 0
         # Of tensors on the mesh: their interned layouts, and what those of other sizes share (tensor/tensor_layout.py).

@@ -34,6 +34,7 @@ from longmesh.attention.scope.open_scopes import (
 )
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
+from longmesh.plan import Cluster
 
 # torch's names; its "alltoall" sends each shard on to the next rank.
 _ROTATE_METHODS = {"allgather": "allgather", "alltoall": "ring"}
@@ -51,6 +52,7 @@ def context_parallel(
     exchange: Exchange | str | None = None,
     kv_len: int | None = None,
     kv_layout: Layout | str | None = None,
+    cluster: Cluster | str | None = None,
 ) -> Iterator[ContextParallel]:
     """Cut `buffers` along `buffer_seq_dims` over the ranks of the mesh, and make attention see the whole sequence.
 
@@ -61,6 +63,8 @@ def context_parallel(
     `kv_len`: calls may also attend to so many other keys (cross-attention). They are cut by `kv_layout`, or as the
     sequence is (`context_parallel_shard` cuts them so), or are whole on every rank: kv_layout="whole", which sends
     nothing, and gives each rank its share of their gradient. `mask` does not hold for these calls.
+
+    `cluster`: the machine that plans are made for, as for `ContextParallel`; the mesh's own if not given.
 
     >>> x = torch.randn(1, 2, 10, 8)  # batch, heads, tokens, features
     >>> with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
@@ -73,9 +77,14 @@ def context_parallel(
     buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
     _check_mesh(mesh)
     seq_len = _check_buffers(buffers, dims, no_restore_buffers or set())
-    cut = cut_over(
-        mesh, seq_len, mask=mask, layout=layout, exchange=exchange, kv_len=kv_len, kv_layout=kv_layout
-    )
+    how = {
+        "layout": layout,
+        "exchange": exchange,
+        "kv_len": kv_len,
+        "kv_layout": kv_layout,
+        "cluster": cluster,
+    }
+    cut = cut_over(mesh, seq_len, mask=mask, **how)
     kept = no_restore_buffers or set()
     restore = [(b, b.detach()) for b in buffers if not any(b is other for other in kept)]
     mode = open_scope(cut)
@@ -100,11 +109,12 @@ def enable_context_parallel(
     exchange: Exchange | str | None = None,
     kv_len: int | None = None,
     kv_layout: Layout | str | None = None,
+    cluster: Cluster | str | None = None,
 ) -> ContextParallel:
     """From here to `disable_context_parallel`, attention in this thread runs over the whole sequence.
 
-    Cuts nothing: use the engine's `shard`, or `context_parallel_shard`. `kv_len` and `kv_layout` are as in
-    `context_parallel`.
+    Cuts nothing: use the engine's `shard`, or `context_parallel_shard`. `kv_len`, `kv_layout`
+    and `cluster` are as in `context_parallel`.
 
     >>> cp = enable_context_parallel(mesh, seq_len=10)
     >>> x = cp.shard(torch.randn(1, 2, 10, 8), dim=2)
@@ -113,9 +123,14 @@ def enable_context_parallel(
     >>> disable_context_parallel()
     """
     _check_mesh(mesh)
-    cut = cut_over(
-        mesh, seq_len, mask=mask, layout=layout, exchange=exchange, kv_len=kv_len, kv_layout=kv_layout
-    )
+    how = {
+        "layout": layout,
+        "exchange": exchange,
+        "kv_len": kv_len,
+        "kv_layout": kv_layout,
+        "cluster": cluster,
+    }
+    cut = cut_over(mesh, seq_len, mask=mask, **how)
     open_scope(cut)
     return cut.lead
 

@@ -36,6 +36,7 @@ from longmesh.hf.accelerator import MeshAccelerator, same_batch, sum_over, use_m
 from longmesh.hf.batch import scope_arguments
 from longmesh.hf.interface import NAME, register
 from longmesh.hf.scope import context_parallel
+from longmesh.plan import Cluster
 
 
 def prepare(accelerator: Accelerator, *objects: Any, mesh: DeviceMesh | None = None) -> Any:
@@ -81,13 +82,15 @@ def cut_batch(
     *,
     num_items: int | Tensor | None = None,
     model: nn.Module | None = None,
+    cluster: Cluster | str | None = None,
 ) -> Iterator[dict[str, Any]]:
     """`context_parallel` for a loop whose accelerator went through `prepare`: yields what to call the model with.
 
     `batch` is that of the prepared loader, the same on all ranks of a sequence. The loss is this rank's share of the
     mean over the labels of all ranks, times their number, since gradients are averaged. `num_items` is a number of
     labels to divide by instead: of all batches that are accumulated, on all ranks of "dp". `model`: one that has
-    recurrent layers, so that tokens are laid out in order. Collective over the mesh.
+    recurrent layers, so that tokens are laid out in order. `cluster`: as of `context_parallel`. Collective over the
+    mesh.
 
     >>> from accelerate import Accelerator
     >>> with cut_batch(Accelerator(cpu=True), {"input_ids": torch.arange(10)[None]}) as part:
@@ -106,7 +109,7 @@ def cut_batch(
     labels = rest.get("labels")
     if labels is not None and num_items is None:
         num_items = sum_over(mesh, "dp", (labels[..., 1:] != -100).sum())
-    with context_parallel(accelerator.cp_mesh, rest, model=model, **options) as part:
+    with context_parallel(accelerator.cp_mesh, rest, model=model, cluster=cluster, **options) as part:
         if num_items is not None:
             part["num_items_in_batch"] = torch.as_tensor(num_items) / mesh.size()
         yield part

@@ -75,7 +75,8 @@ class OpenBatch:
     def _make_recurrent(self, whole: bool, through_padding: bool) -> RecurrentParallel:
         cut = self.cut
         documents = self._given.documents(apart=not through_padding)
-        layers = RecurrentParallel(None if whole else cut.mesh, seq_len=cut.seq_len, documents=documents)
+        mesh = None if whole else cut.mesh
+        layers = RecurrentParallel(mesh, seq_len=cut.seq_len, documents=documents, cluster=cut.cluster)
         if whole:
             return layers
         spans = [layers.plan.span(rank) for rank in range(layers.plan.num_ranks)]

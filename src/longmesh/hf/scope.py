@@ -25,6 +25,7 @@ from longmesh.hf.open_batch import OpenBatch, set_batch
 from longmesh.hf.scores import HANDLERS
 from longmesh.hf.watch import watch_models
 from longmesh.hf.whole_batch import WholeBatch
+from longmesh.plan import Cluster
 
 
 @contextmanager
@@ -38,6 +39,7 @@ def context_parallel(
     exchange: Exchange | str | None = None,
     unknown: str = "refuse",
     model: nn.Module | None = None,
+    cluster: Cluster | str | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Cut a batch over the ranks of the mesh and yield this rank's, to call a model with inside the scope.
 
@@ -53,7 +55,7 @@ def context_parallel(
     `unknown="gather"` runs such layers on the whole sequence, on every rank, and warns of the memory.
 
     Recurrent layers need each rank's tokens in one stretch: give the `model`, so that its batch is laid out in order
-    ("ordered") if it has such layers.
+    ("ordered") if it has such layers. `cluster`: the machine that plans are made for; the mesh's own if not given.
 
     >>> batch = {"input_ids": torch.arange(10)[None]}  # whole, on every rank
     >>> with context_parallel(mesh, batch) as part:
@@ -66,7 +68,12 @@ def context_parallel(
     if layout is None and model is not None and any(map(is_mixer, model.modules())):
         layout = "ordered"
     cut = cut_over(
-        mesh, given.ids.shape[1], mask=given.visible(batch, mask), layout=layout, exchange=exchange
+        mesh,
+        given.ids.shape[1],
+        mask=given.visible(batch, mask),
+        layout=layout,
+        exchange=exchange,
+        cluster=cluster,
     )
     _refuse_empty(cut)
     whole = OpenBatch(cut, given, batch)

@@ -35,6 +35,7 @@ from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.loop import plain_model, set_attention
 from longmesh.hf.private import TrainerHooks, shifts_labels
 from longmesh.hf.scope import context_parallel
+from longmesh.plan import Cluster
 
 _FEW_BYTES = 2**30
 _SFT = ("trl", "SFTTrainer")  # takes shifted labels, and divides by the number of all
@@ -49,6 +50,8 @@ class Trainer(TrainerHooks, transformers.Trainer):
     `loss`: "tiled" computes a causal LM's loss by tiles of tokens (`tiled_loss`), "model" lets the model compute it; by
     default it is tiled where a rank's logits would take more than 1 GiB. Evaluation that returns logits makes them all.
 
+    `cluster`: the machine that attention is planned for, as of `ContextParallel`.
+
     `compute_loss_func` and `compute_metrics` get logits and labels of whole sequences, in token order.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -60,12 +63,18 @@ class Trainer(TrainerHooks, transformers.Trainer):
     """
 
     def __init__(
-        self, *args: Any, mesh: DeviceMesh | None = None, loss: str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        mesh: DeviceMesh | None = None,
+        loss: str | None = None,
+        cluster: Cluster | str | None = None,
+        **kwargs: Any,
     ) -> None:
         if loss not in (None, "tiled", "model"):
             raise LongmeshError(f"hf.Trainer(loss={loss!r}): use 'tiled', 'model' or None")
         self.mesh = mesh
         self._loss = loss
+        self._cluster = cluster
         self._whole: dict[str, Any] | None = None
         self._gathers_outputs = False
         self._has_compared = False
@@ -151,7 +160,8 @@ class Trainer(TrainerHooks, transformers.Trainer):
     @contextlib.contextmanager
     def _scope(self, batch: dict[str, Any], options: dict[str, Any], part: dict[str, Any]) -> Iterator[None]:
         assert isinstance(self.accelerator, MeshAccelerator)
-        with context_parallel(self.accelerator.cp_mesh, batch, model=self.model, **options) as mine:
+        options = {"model": self.model, "cluster": self._cluster} | options
+        with context_parallel(self.accelerator.cp_mesh, batch, **options) as mine:
             part.update(self._accepted(mine))
             self._whole, self._has_computed = batch, False
             try:

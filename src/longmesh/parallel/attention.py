@@ -20,6 +20,7 @@ from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_sco
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 from longmesh.parallel.style import ParallelStyle, describe_module
+from longmesh.plan import Cluster
 
 
 class AttentionParallel(ParallelStyle):
@@ -28,6 +29,7 @@ class AttentionParallel(ParallelStyle):
     Without `seq_len` the ranks add up their tokens at every call: one small collective. `layout` is the one the
     tokens were cut with, head-tail if not given. `kv_len`: the module attends to so many other keys, which are cut by
     `kv_layout` (as the tokens are, if not given), or are all on every rank: kv_layout="whole", which sends nothing.
+    `cluster`: the machine that plans are made for; the mesh's own if not given.
 
     >>> class SelfAttention(nn.Module):
     ...     def forward(self, x):  # batch, tokens, heads, features
@@ -48,6 +50,7 @@ class AttentionParallel(ParallelStyle):
         exchange: Exchange | str | None = None,
         kv_len: int | None = None,
         kv_layout: Layout | str | None = None,
+        cluster: Cluster | str | None = None,
     ) -> None:
         super().__init__()
         self.seq_dim = seq_dim
@@ -57,6 +60,7 @@ class AttentionParallel(ParallelStyle):
         self.exchange = exchange
         self.kv_len = kv_len
         self.kv_layout = kv_layout
+        self.cluster = cluster
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         opened: list[AttentionMode | None] = []
@@ -75,6 +79,7 @@ class AttentionParallel(ParallelStyle):
                 kv_len=self.kv_len,
                 kv_layout=self.kv_layout,
                 other_keys_alone=True,
+                cluster=self.cluster,
             )
             opened[-1] = open_scope(cut)
 

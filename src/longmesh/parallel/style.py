@@ -139,7 +139,7 @@ def move_local(
     """This rank's part of a tensor of `shape` in another layout, without autograd. Collective."""
     if src is dst:
         return local
-    plan = plan_redistribute(src, dst, shape=shape, itemsize=local.element_size())
+    plan = plan_redistribute(src, dst, shape=shape, itemsize=local.element_size(), cluster=comm.cluster)
     return run_plan(plan, local, comm)
 
 

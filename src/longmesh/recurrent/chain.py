@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longmesh.comm import AxisGroup
 from longmesh.comm.p2p import Pending, start_all_to_all
+from longmesh.plan import Cluster
 from longmesh.recurrent.plan import RecurrentPlan
 from longmesh.recurrent.rounds import Message, Rounds, choose_rounds
 from longmesh.recurrent.transition import Algebra
@@ -39,13 +40,15 @@ class Chain:
     group: AxisGroup | None
     members: tuple[int, ...]
     scheme: str | None = None
+    cluster: Cluster | None = None
 
     def rounds(self, transition: Tensor, update: Tensor, *, backward: bool) -> Rounds:
         """The rounds for maps of this size, which is the same on every rank."""
         rows = len(self.plan.starts)
         state, passing = update.numel() // rows, transition.numel() // rows
         width = update.element_size()
-        return choose_rounds(self.plan, state * width, passing * width, backward=backward, scheme=self.scheme)
+        how = {"backward": backward, "scheme": self.scheme, "cluster": self.cluster}
+        return choose_rounds(self.plan, state * width, passing * width, **how)
 
     def start(
         self, transition: Tensor, update: Tensor, *, algebra: Algebra, backward: bool = False

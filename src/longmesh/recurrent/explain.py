@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longmesh.plan import Cluster
 from longmesh.recurrent.plan import RecurrentPlan
 from longmesh.recurrent.rounds import Rounds, choose_rounds
 
@@ -30,11 +31,19 @@ class LayerStats:
 
 
 def layer_stats(
-    name: str, plan: RecurrentPlan, state_bytes: int, transition_bytes: int, *, scheme: str | None = None
+    name: str,
+    plan: RecurrentPlan,
+    state_bytes: int,
+    transition_bytes: int,
+    *,
+    scheme: str | None = None,
+    cluster: Cluster | None = None,
 ) -> LayerStats:
     """What a layer sends whose state and T have these sizes, for each row of the plan. Pure."""
     sizes = state_bytes, transition_bytes
-    forward, backward = (choose_rounds(plan, *sizes, backward=back, scheme=scheme) for back in (False, True))
+    forward, backward = (
+        choose_rounds(plan, *sizes, backward=back, scheme=scheme, cluster=cluster) for back in (False, True)
+    )
     ranks = range(plan.num_ranks)
     return LayerStats(
         name,

@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.comm import comm_of
+from longmesh.comm.machine import cluster_on
 from longmesh.errors import LongmeshError
+from longmesh.plan import Cluster
 from longmesh.recurrent.chain import Chain
 from longmesh.recurrent.choose import Choice
 from longmesh.recurrent.convolution import shift
@@ -51,6 +53,8 @@ class RecurrentParallel:
     GPU, after comparing each with ours at its first use (`check_kernels`); "torch" takes ours; a package's name, those
     of that package. `packages` says where they are imported from.
 
+    `cluster`: the machine that exchanges are chosen for, the same on every rank; the mesh's own if not given.
+
     Every method is collective over the mesh, and so is its backward. With `final=True` it also returns the state after
     the last token, on every rank.
 
@@ -71,6 +75,7 @@ class RecurrentParallel:
         kernel: str = "auto",
         check_kernels: bool = True,
         packages: Packages | None = None,
+        cluster: Cluster | str | None = None,
     ) -> None:
         if mesh is not None and mesh.ndim != 1:
             raise LongmeshError(
@@ -92,11 +97,12 @@ class RecurrentParallel:
             seq_len=seq_len, ranks=1 if mesh is None else mesh.size(), documents=documents
         )
         scheme = None if exchange == "auto" else exchange
-        self.chain = Chain(self.plan, self.rank, None, (0,), scheme)
+        machine = cluster_on(comm, cluster)
+        self.chain = Chain(self.plan, self.rank, None, (0,), scheme, machine)
         if comm is not None:
             group = comm.group((0,))
             members = tuple(comm.shape.index(place) for place in group.members)
-            self.chain = Chain(self.plan, self.rank, group, members, scheme)
+            self.chain = Chain(self.plan, self.rank, group, members, scheme, machine)
         self._runner = Runner(self.chain, Choice(kernel, packages or Packages(), check_kernels))
 
     # -- the layout ------------------------------------------------------------------------------
@@ -131,10 +137,9 @@ class RecurrentParallel:
 
     def stats(self) -> list[LayerStats]:
         """What each kind of layer that was called sends, one after the other. Pure."""
-        scheme = self.chain.scheme
+        how = {"scheme": self.chain.scheme, "cluster": self.chain.cluster}
         return [
-            layer_stats(name, self.plan, *sizes, scheme=scheme)
-            for name, sizes in sorted(self._runner.sizes.items())
+            layer_stats(name, self.plan, *sizes, **how) for name, sizes in sorted(self._runner.sizes.items())
         ]
 
     def explain(self) -> str:

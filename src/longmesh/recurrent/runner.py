@@ -117,7 +117,9 @@ class Runner:
         if group is not None and group.size > 1 and not self._has_agreed:
             self._has_agreed = True
             sizes = tuple(tuple(n for d, n in enumerate(x.shape) if d != dim) for x in inputs[:1])
-            call = LayerCall(what, self.plan.seq_len, self.plan.starts, sizes, inputs[0].dtype, others)
+            machine = None if self.chain.cluster is None else self.chain.cluster.digest
+            said = (*others, machine)
+            call = LayerCall(what, self.plan.seq_len, self.plan.starts, sizes, inputs[0].dtype, said)
             agree(what, call, error, group, inputs[0].device.type)
         if error is not None:
             raise error

@@ -106,7 +106,8 @@ class TensorLayout:
         plan = self.routes.get(layout)
         if plan is None:
             shape = [int(size) for size in self.shape]
-            plan = plan_redistribute(self.layout, layout, shape=shape, itemsize=self.dtype.itemsize)
+            how = {"itemsize": self.dtype.itemsize, "cluster": self.comm.cluster}
+            plan = plan_redistribute(self.layout, layout, shape=shape, **how)
             if not self.is_symbolic:
                 self.routes[layout] = plan
         return plan

@@ -44,11 +44,11 @@ from longmesh.attention.plan.ahead import Planned, PlansAhead
 from longmesh.attention.plan.api import checked_mask, plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.attention.plan.head_sizes import HeadSizes
-from longmesh.comm import AxisGroup, MeshComm, comm_of
+from longmesh.comm import AxisGroup, comm_of
 from longmesh.comm.agree import agree, checks_every_call
+from longmesh.comm.machine import cluster_on
 from longmesh.errors import LongmeshError
 from longmesh.plan.cluster import Cluster
-from longmesh.plan.named_clusters import cluster_of
 
 Checked = TypeVar("Checked", Gathered, Signature)
 
@@ -124,7 +124,7 @@ class ContextParallel:
         request |= {
             "chunk": chunk,
             "dtype_bytes": dtype.itemsize,
-            "cluster": _cluster_on(self._comm, cluster),
+            "cluster": cluster_on(self._comm, cluster),
         }
         request |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         request |= {"v_head_dim": v_head_dim, "v_in_k": v_in_k}
@@ -390,10 +390,3 @@ class ContextParallel:
         if self._choice is not None:
             kernel = f"{self._choice.kernel.name} ({self._choice.reason})"
         return f"{plan.explain()}\n  kernel: {kernel}"
-
-
-def _cluster_on(comm: MeshComm | None, cluster: Cluster | str | None) -> Cluster:
-    """The cluster as the ranks of a mesh see it: they may be some ranks apart."""
-    found = cluster_of(cluster, "cpu" if comm is None else comm.mesh.device_type)
-    ranks = [0] if comm is None else comm.ranks
-    return found if len(ranks) == 1 else found.every(max(1, ranks[1] - ranks[0]))

@@ -18,23 +18,35 @@ from longmesh.attention.layout.given import Given
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.scope.cut_block_mask import rewrite_mask_mod
 from longmesh.attention.scope.other_keys import OtherKeys
+from longmesh.plan.cluster import Cluster
 
 
 class CrossAttention:
     """Attention of the queries of a cut sequence to other keys. `owned`: how the queries are cut."""
 
     def __init__(
-        self, lead: ContextParallel, owned: Ownership, keys: OtherKeys, exchange: Exchange | str
+        self,
+        lead: ContextParallel,
+        owned: Ownership,
+        keys: OtherKeys,
+        exchange: Exchange | str,
+        cluster: Cluster | str | None,
     ) -> None:
         self.keys = keys
         self._lead = lead
         self._owned = owned
         self._exchange = exchange
+        self._cluster = cluster
         kv_counts = (keys.kv_len,) * owned.num_ranks
         self.cut_keys: ContextParallel | None = None
         if keys.layout is not None:
             self.cut_keys = ContextParallel(
-                lead.mesh, seq_len=keys.kv_len, mask=masks.full(), layout=keys.layout, exchange=exchange
+                lead.mesh,
+                seq_len=keys.kv_len,
+                mask=masks.full(),
+                layout=keys.layout,
+                exchange=exchange,
+                cluster=cluster,
             )
             kv_counts = self.cut_keys.plan.rows[0].ownership.counts
         self.num_kv_tokens = kv_counts[lead.rank]
@@ -114,6 +126,7 @@ class CrossAttention:
                 layout=Given(self._owned),
                 kv_layout=Given(owned),
                 exchange=self._exchange,
+                cluster=self._cluster,
             )
         if self._owned.num_ranks > 1 and mask != masks.full():
             mask = masks.mask_mod(

@@ -39,6 +39,7 @@ from longmesh.attention.scope.other_keys import OtherKeys
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
+from longmesh.plan.cluster import Cluster
 
 MOST_ENGINES = (
     64  # of one sequence, besides the first: a model whose every step has another mask must not fill memory
@@ -62,15 +63,22 @@ class CutSequence:
         layout: Layout | str = "zigzag",
         exchange: Exchange | str = "auto",
         keys: OtherKeys | None = None,
+        cluster: Cluster | str | None = None,
     ) -> None:
         self.mesh = mesh
         self.seq_len = seq_len
         self.layout = layout_of(layout)
         self._mask = mask
         self._exchange = exchange
+        self.cluster = cluster
         # A layout that looks at the mask looks at this one: most models are causal.
         self.lead = ContextParallel(
-            mesh, seq_len=seq_len, mask=mask or masks.causal(), layout=layout, exchange=exchange
+            mesh,
+            seq_len=seq_len,
+            mask=mask or masks.causal(),
+            layout=layout,
+            exchange=exchange,
+            cluster=cluster,
         )
         self._lead_key = "causal" if mask is None else None
         self._engines: dict[object, ContextParallel] = {}  # the one used last comes last
@@ -133,6 +141,7 @@ class CutSequence:
             mask=functools.reduce(operator.and_, parts) if parts else masks.full(),
             layout=kept,
             exchange=self._exchange,
+            cluster=self.cluster,
         )
 
     def _owned(self) -> Ownership:
@@ -148,7 +157,7 @@ class CutSequence:
     def _to_other(self, keys: OtherKeys) -> CrossAttention | None:
         """Attention to those keys; None if they are cut as the sequence is, so that it makes no difference."""
         owned = self._owned()
-        found = CrossAttention(self.lead, owned, keys, self._exchange)
+        found = CrossAttention(self.lead, owned, keys, self._exchange, self.cluster)
         if found.cut_keys is None or self._mask is not None:
             return found
         other = found.cut_keys.plan.rows[0].ownership
@@ -259,7 +268,7 @@ class CutSequence:
                 if len(self._others) == MOST_ENGINES:
                     del self._others[next(iter(self._others))]
                 self._others[block_mask.keys] = CrossAttention(
-                    self.lead, self._owned(), block_mask.keys, self._exchange
+                    self.lead, self._owned(), block_mask.keys, self._exchange, self.cluster
                 )
             side = self._others[block_mask.keys]
         other = self._other_side(side, (query, key, value), seen, of_rows)

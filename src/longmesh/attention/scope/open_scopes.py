@@ -22,6 +22,7 @@ from longmesh.attention.scope.intercept import AttentionMode, Handlers
 from longmesh.attention.scope.other_keys import OtherKeys, other_keys
 from longmesh.comm import MeshComm, comm_of, kept_by_mesh
 from longmesh.errors import LongmeshError
+from longmesh.plan.cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,15 @@ def cut_over(
     kv_len: int | None = None,
     kv_layout: Layout | str | None = None,
     other_keys_alone: bool = False,
+    cluster: Cluster | str | None = None,
 ) -> CutSequence:
     """A sequence cut over the mesh: head-tail unless a layout is given. The same one for the same arguments, so a scope
     that is opened at every step is planned, and a model inside it compiled, once. `kv_len` and `kv_layout` are those of
-    other keys, `other_keys_alone` if no call attends to the sequence itself."""
+    other keys, `other_keys_alone` if no call attends to the sequence itself. `cluster`: the machine to plan for."""
     how = layout_of(layout) if layout is not None else Zigzag()
     seen = mask.current() if isinstance(mask, Mask) else mask
     keys = other_keys(kv_len, kv_layout, how, alone=other_keys_alone)
-    return _cut_over(comm_of(mesh), seq_len, seen, how, exchange or _state.get().exchange, keys)
+    return _cut_over(comm_of(mesh), seq_len, seen, how, exchange or _state.get().exchange, keys, cluster)
 
 
 @kept_by_mesh(64)
@@ -76,9 +78,11 @@ def _cut_over(
     layout: Layout,
     exchange: Exchange | str,
     keys: OtherKeys | None,
+    cluster: Cluster | str | None,
 ) -> CutSequence:
     """Keyed by the mesh object: equal ones may belong to different process groups."""
-    return CutSequence(comm.mesh, seq_len=seq_len, mask=mask, layout=layout, exchange=exchange, keys=keys)
+    how = {"layout": layout, "exchange": exchange, "keys": keys, "cluster": cluster}
+    return CutSequence(comm.mesh, seq_len=seq_len, mask=mask, **how)
 
 
 def engine_for(what: str, mesh: DeviceMesh, seq_len: int, layout: Layout | str | None) -> ContextParallel:
