@@ -170,7 +170,12 @@ def refusals() -> dict[str, str]:
 
 def test_what_would_be_local_is_refused(pool):
     local = "inside a scope of context parallelism would attend to this rank's tokens only"
-    expected = {"mha": local, "torch's flex": local, "uncut": "uncut", "reentrant": "use_reentrant=False"}
+    expected = {
+        "mha": "need_weights=False",
+        "torch's flex": local,
+        "uncut": "uncut",
+        "reentrant": "use_reentrant=False",
+    }
     for texts in pool.run(refusals, ranks=2, timeout=300.0):
         assert texts.keys() == expected.keys()
         for name, part in expected.items():

@@ -404,7 +404,7 @@ def test_bad_input_is_told_with_the_fix(pool):
         "uncut": "uncut",
         "mask": "must cover the whole of it",
         "heads": "enable_gqa=True",
-        "mha": "multi_head_attention_forward",
+        "mha": "call it with need_weights=False",
         "rotate": "'allgather' and 'alltoall'",
         "close": "no scope",
     }

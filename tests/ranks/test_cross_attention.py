@@ -163,6 +163,32 @@ def test_flex_attention_has_a_backward_with_two_lengths():
         check_close("flex", got, right, torch.float64)
 
 
+def check_dropout(ranks: int) -> list[float]:
+    """Results are linear in the values that were not dropped: <out, dout> is <v, dv>; of ones they are 1 on average."""
+    mesh, T, K, found = cpu_mesh(ranks), 40, 23, []
+    for kv_layout in ("whole", None):
+        q, k, v, dout = (torch.randn(2, H, n, D, dtype=torch.float64) for n in (T, K, K, T))
+        v = torch.ones_like(v) if kv_layout is None else v
+        scope = {"buffers": [q], "buffer_seq_dims": [2], "kv_len": K, "kv_layout": kv_layout}
+        with context_parallel(mesh, **scope) as cp:
+            dist.broadcast(v, 0)
+            keys = [k, v.clone()] if kv_layout else context_parallel_shard(mesh, [k, v], [2, 2])
+            keys = [t.requires_grad_() for t in keys]
+            out = F.scaled_dot_product_attention(q, *keys, dropout_p=0.4)
+            dv = torch.autograd.grad(out, keys[1], cp.shard(dout, 2))[0]
+            sums = torch.stack([(out * cp.shard(dout, 2)).sum(), (keys[1] * dv).sum(), out.sum()]).detach()
+        dist.all_reduce(sums)
+        found += [(sums[0] - sums[1]).abs().item(), sums[2].item() / (2 * H * T * D)]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_dropout_on_other_keys(pool, ranks):
+    for whole, _, cut, mean in pool.run(check_dropout, ranks, ranks=ranks):
+        assert max(whole, cut) < 1e-10
+        assert abs(mean - 1) < 0.1 and mean != 1
+
+
 def refusals(ranks: int) -> list[str]:
     mesh, texts = cpu_mesh(ranks), []
     tokens = torch.zeros(2 * ranks + 1)  # one rank has 3, the others 2

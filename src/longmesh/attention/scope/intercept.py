@@ -1,4 +1,4 @@
-"""AttentionMode: F.scaled_dot_product_attention on a rank's tokens becomes attention over the whole sequence.
+"""AttentionMode: F.scaled_dot_product_attention and nn.MultiheadAttention on a rank's tokens attend to all tokens.
 
     with AttentionMode(cut):
         F.scaled_dot_product_attention(q, k, v, is_causal=True)     # exact, over all ranks
@@ -26,11 +26,11 @@ from torch.overrides import TorchFunctionMode
 
 from longmesh._torch import HigherOrderOperator, break_graph, never_compile_alone
 from longmesh.attention.scope.cut_sequence import CutSequence
+from longmesh.attention.scope.module_attention import attend_as_module
 from longmesh.errors import LongmeshError
 
 _REFUSED = frozenset(
     (
-        "multi_head_attention_forward",
         "_native_multi_head_attention",
         "_transformer_encoder_layer_fwd",
         "_scaled_dot_product_attention_math",
@@ -43,7 +43,7 @@ _REFUSED = frozenset(
     )
 )
 # Those that a compiler shows us; the others it shows when its graphs run.
-_REFUSED_FUNCTIONS = frozenset((F.multi_head_attention_forward, torch.ops.higher_order.flex_attention))
+_REFUSED_FUNCTIONS = frozenset((torch.ops.higher_order.flex_attention,))
 # What runs the autograd engine.
 _ENGINE = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 
@@ -76,6 +76,11 @@ class AttentionMode(TorchFunctionMode):
             if self._is_nested and query.shape[-2] != self.cut.num_tokens:
                 return func(*args, **kwargs)
             return self.cut.attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:  # what nn.MultiheadAttention calls
+            query = args[0] if args else kwargs["query"]
+            if self._is_nested and query.shape[0] != self.cut.num_tokens:
+                return func(*args, **kwargs)
+            return attend_as_module(self.cut, *args, **kwargs)
         if func in _ENGINE:
             return self._differentiate(func, args, kwargs)
         if _computes_attention(func):
