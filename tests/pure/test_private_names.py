@@ -14,7 +14,7 @@ PACKAGE = Path(longmesh.__file__).parent
 # Attributes of torch's ops, tensors, modules and autograd nodes; `torch._x` is seen by its first word.
 ATTRIBUTES = {
     "_schema", "_op", "_overloadpacket", "_version", "_base", "_is_zerotensor", "_parameters", "_buffers", "_modules",
-    "_sequence_nr", "_mesh_resources", "_plugins",
+    "_sequence_nr", "_mesh_resources", "_plugins", "_dynamo_marked_constant",
 }  # fmt: skip
 
 

@@ -301,9 +301,34 @@ def watch_parameters(hook: Callable[[nn.Module, str, nn.Parameter], Any]) -> Non
     nn.modules.module.register_module_parameter_registration_hook(hook)
 
 
+def watch_modules(
+    before: Callable[..., Any], after: Callable[..., Any], *, with_kwargs: bool = False
+) -> Callable[[], None]:
+    """Call hooks around the forward of every module, `after` also where it raises; what this returns ends it."""
+    hooks = (
+        nn.modules.module.register_module_forward_pre_hook(before),
+        nn.modules.module.register_module_forward_hook(after, with_kwargs=with_kwargs, always_call=True),
+    )
+
+    def end() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return end
+
+
 def allow_unpickling(*types: Any) -> None:
     """torch.load(weights_only=True) may make these, from now on."""
     torch.serialization.add_safe_globals(list(types))
+
+
+def run_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo calls `function` while it traces instead of tracing it, and takes its result as a constant.
+
+    The mark that torch.compiler.assume_constant_result sets; that function would import the compiler now.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 def never_compile_alone(function: Callable[..., Any]) -> None:

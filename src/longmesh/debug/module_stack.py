@@ -10,6 +10,7 @@ checkpointing) to the module that recomputes it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from longmesh._torch import watch_modules
 from longmesh.debug.origin import Spans, in_backward
 from longmesh.tensor import DTensor
 
@@ -59,20 +60,15 @@ class ModuleStack:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._running: list[tuple[str, bool, float]] = []
         self._made_by: Spans[str] = Spans()
-        self._hooks: list[Any] = []
+        self._hooks = contextlib.ExitStack()
 
     def __enter__(self) -> ModuleStack:
         self.__init__()
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        self._hooks.callback(watch_modules(self._enter_module, self._leave_module))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.close()
 
     def where(self) -> tuple[str, bool]:
         """The module that is running, and whether in a backward pass."""

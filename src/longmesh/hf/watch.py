@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from longmesh._torch import compiled_module
+from longmesh._torch import compiled_module, watch_modules
 from longmesh.hf.called import refuse_compiled, refuse_options
 from longmesh.hf.gather import warn_of_memory
 from longmesh.hf.look import look_at
@@ -72,8 +71,7 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
         return share_router_loss(module, output, batch)
 
     with contextlib.ExitStack() as undo:
-        undo.callback(register_module_forward_pre_hook(before).remove)
-        undo.callback(register_module_forward_hook(after, with_kwargs=True, always_call=True).remove)
+        undo.callback(watch_modules(before, after, with_kwargs=True))
         yield
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from longmesh._torch import run_while_tracing
+
 
 class Traceable:
     """A function of tensors and constants that a compiler puts into its graph as it is: call `run`."""
@@ -28,11 +30,7 @@ class Traceable:
         return self.function(*args)
 
 
+@run_while_tracing
 def _allow(traceable: Traceable) -> bool:
     torch.compiler.allow_in_graph(traceable.function)
     return True
-
-
-# Dynamo runs a function with this mark instead of tracing it; torch.compiler.assume_constant_result, which sets
-# it, would import the compiler now.
-_allow._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
