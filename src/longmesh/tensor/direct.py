@@ -104,13 +104,18 @@ def _reduction(op: OpOverload, by_torch: Method) -> Method:
     tables, number = dispatch.tables, id(op)
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        if args and type(args[0]) is int and not options and not (_is_grad_enabled() and self.requires_grad):
-            dim, *rest = args
-            if not rest or type(rest[0]) is bool:
-                plan = self._tensor_layout.plans.get((tables.get(number), (dim,), (*rest,)))
-                result = _run(plan, self._local_tensor, dim, *rest)
-                if result is not None:
-                    return result
+        rest = args[1:]
+        if (
+            args
+            and type(args[0]) is int
+            and (not rest or type(rest[0]) is bool)
+            and not options
+            and not (_is_grad_enabled() and self.requires_grad)
+        ):
+            plan = self._tensor_layout.plans.get((tables.get(number), args[:1], rest))
+            result = _run(plan, self._local_tensor, *args)
+            if result is not None:
+                return result
         return by_torch(self, *args, **options)
 
     return method

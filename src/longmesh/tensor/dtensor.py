@@ -115,7 +115,7 @@ class DTensor(torch.Tensor):
         sizes are compared on all of them, and replicated axes take their first rank's data. Differentiable; the
         local gradient is laid out as the input was (a Partial gets a replicated one), or by `grad_placements`.
         """
-        mesh = resolve_mesh(device_mesh, "from_local")
+        mesh = device_mesh or resolve_mesh(device_mesh, "from_local")
         if isinstance(local_tensor, DTensor):
             raise LongmeshError(
                 "from_local takes this rank's plain tensor, got a DTensor; use redistribute() to move it"
@@ -204,14 +204,12 @@ class DTensor(torch.Tensor):
 
     def view(self, *size: Any, **kwargs: Any) -> torch.Tensor:
         """As torch's, on the same local memory: an error where the layout can't be kept; reshape() moves data."""
-        held = self._tensor_layout
-        if held.layout.shard_dims and not held.is_symbolic:
-            dims = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-            for dim in dims:
-                if type(dim) is not int:
-                    break
-            else:
-                check_view(held.layout, held.shape, dims)
+        try:
+            is_known = size in self._tensor_layout.views
+        except TypeError:  # a list; symbolic sizes
+            is_known = False
+        if not is_known:
+            check_view(self._tensor_layout, size)
         return _view(self, *size, **kwargs)
 
     # -- what it is ------------------------------------------------------------------------------
@@ -332,13 +330,16 @@ class Factor(DTensor):
 
 def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """from_local's common case."""
-    stride = None if local.is_contiguous() else local.stride()
+    stride, comm = None if local.is_contiguous() else local.stride(), comm_anywhere(mesh)
     of_parts = autograd.held_of_parts
     for size in local.shape:
         if type(size) is not int:  # symbolic sizes don't hash
             of_parts = autograd.make_of_parts
-    held = of_parts(comm_anywhere(mesh), placements, local.shape, stride, local.dtype)
-    return wrap(local.detach() if held.comm.is_member else local.new_empty(0), held)
+    held = of_parts(comm, placements, local.shape, stride, local.dtype)
+    result = held.make(local.device)
+    result._local_tensor = local.detach() if comm.is_member else local.new_empty(0)
+    result._tensor_layout = held
+    return result
 
 
 def wrap(local: torch.Tensor, held: TensorLayout) -> DTensor:

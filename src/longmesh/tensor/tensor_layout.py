@@ -51,6 +51,7 @@ class TensorLayout:
         "routes",
         "shape",
         "stride",
+        "views",
     )
 
     # The classes of tensors: DTensor, and the one of tensors that are sharded inside (dtensor.py).
@@ -74,6 +75,8 @@ class TensorLayout:
     routes: dict[Layout, RedistributePlan]
     # Plans of ops whose first DTensor is laid out so (dispatch.py).
     plans: dict[tuple[Any, ...], Any]
+    # The sizes as which it was viewed: they keep its layout (view_route.py).
+    views: set[tuple[int, ...]]
     # Of a tensor with a pending reduction that remembers its reduced value: the layout of that.
     reduced: Layout | None
     # Whether the tensor is a view that had to be copied: ops on it go through its base (view_origin.py).
@@ -155,6 +158,7 @@ def _make(comm: MeshComm, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorL
     )
     held.routes = {}
     held.plans = {}
+    held.views = set()
     kind = TensorLayout.classes[held.is_sharded_inside]
     held.make = functools.partial(
         make_wrapper, kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided

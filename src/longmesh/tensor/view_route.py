@@ -6,11 +6,13 @@ import functools
 import math
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from longmesh._torch import is_below_autograd
 from longmesh.errors import LongmeshError
 from longmesh.rules.view import resolved_size, view_groups
 from longmesh.spec import Layout, Replicate, Shard
+from longmesh.tensor.tensor_layout import TensorLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,15 @@ def view_route(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) 
     )
 
 
-def check_view(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) -> None:
-    """Raise if a view of `before` as `after` can't keep the layout, and say which fix."""
-    refusal = _refusal(layout, before, after)
-    if refusal is not None and not is_below_autograd() and not _is_asked_by_torch():
+def check_view(own: TensorLayout, size: tuple[Any, ...]) -> None:
+    """Raise if a view as `size`, as torch takes it, can't keep a tensor's layout, and say which fix."""
+    dims = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+    if own.is_symbolic or not own.layout.shard_dims or any(type(dim) is not int for dim in dims):
+        return
+    refusal = _refusal(own.layout, own.shape, dims)
+    if refusal is None:
+        own.views.add(dims)
+    elif not is_below_autograd() and not _is_asked_by_torch():
         raise LongmeshError(refusal)
 
 
