@@ -66,6 +66,13 @@ def call(model: Any, batch: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         return model(**{**part, **kwargs})
 
 
+def changed(model: Any) -> Any:
+    """A model that was looked at, and then set to another attention."""
+    call(model)
+    model.set_attn_implementation("eager")
+    return model
+
+
 def generate(model: Any) -> Any:
     with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS}) as part:
         return model.generate(input_ids=part["input_ids"], max_new_tokens=1)
@@ -83,6 +90,7 @@ def refused_calls() -> dict[str, tuple[Callable[[], Any], str]]:
     learned = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
     return {
         "sdpa": (lambda: call(make("llama", "sdpa")), "LlamaForCausalLM has attn_implementation='sdpa'"),
+        "set to eager": (lambda: call(changed(make("llama"))), "has attn_implementation='eager', which sees"),
         "encoder and decoder": (lambda: call(make("t5 seq2seq")), "decoder gets other tokens than its"),
         "compiled": (
             lambda: call(compiled(make("llama"))),

@@ -6,6 +6,7 @@ import torch
 from longmesh import hf
 from longmesh.testing import cpu_mesh
 from support.model_sweep import WHATS, make_batch, sweep_family
+from support.random_models import run_seed
 from support.tiny_models import make_model
 
 FAMILIES = {
@@ -106,3 +107,9 @@ def test_gathered_layers_without_a_mask_refuse_what_a_mask_would_hide(pool, what
         assert kind == "refused"
         assert "gets no mask, so in a row of" in said
         assert text in said
+
+
+@pytest.mark.parametrize("seed", [1, 16, 44])  # ministral, Llama 4, Cohere 2; many more in tests/soak
+def test_drawn_configurations_and_batches_are_exact(pool, seed):
+    for what, outcome in pool.run(run_seed, seed, 3, ranks=3, timeout=300.0):
+        assert outcome.kind == "exact", (what, outcome)

@@ -10,17 +10,9 @@ import torch
 from ranks.test_hf_trainer import make_model, make_rows, quiet
 
 from support.accelerated import accelerated
+from support.word_tokenizer import make_tokenizer
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
-
-
-def make_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{number}": number for number in range(61)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="w1"))
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", eos_token="w2")
 
 
 def train(base: Any, folder: str, batch: int, extra: dict[str, Any]) -> dict[str, Any]:

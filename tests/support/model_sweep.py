@@ -70,12 +70,13 @@ def sweep_family(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         models = make_model(family, "longmesh"), make_model(family, "eager")
-        return {what: _outcome(ranks, *models, make_batch(what), settings) for what in whats}
+        return {what: outcome_of(ranks, *models, make_batch(what), settings) for what in whats}
 
 
-def _outcome(
+def outcome_of(
     ranks: int, model: Any, plain: Any, batch: dict[str, Tensor], settings: dict[str, Any]
 ) -> Outcome:
+    """A model over a cut sequence against one with the same weights and eager attention. Called on every rank."""
     model.zero_grad()
     try:
         with hf.context_parallel(cpu_mesh(ranks), batch, model=model, **settings) as part:
@@ -132,7 +133,7 @@ def _documents(batch: dict[str, Tensor]) -> list[tuple[dict[str, Tensor], float]
     """The documents of all rows, each with its share of the labels; a document's first token is not a label."""
     found, count = [], int((batch["labels"] != -100).sum())
     for row, positions in enumerate(batch["position_ids"]):
-        starts = [*(positions == 0).nonzero().flatten().tolist(), LENGTH]
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
         for start, stop in itertools.pairwise(starts):
             part = {name: value[row : row + 1, start:stop] for name, value in batch.items()}
             labels = int((part["labels"] != -100).sum())

@@ -21,11 +21,13 @@ from longmesh.hf.gather import warn_of_memory
 from longmesh.hf.look import look_at
 from longmesh.hf.open_batch import OpenBatch, current_look, set_fusing
 from longmesh.hf.positions import padding_id
+from longmesh.hf.private import implementation_of
 from longmesh.hf.router import share_router_loss
 from longmesh.hf.treat import Treatment, treat
 
-Kind = tuple[bool, bool, bool]
-# What was found for a model, by whether the batch has positions, padding, and whether layers may be gathered.
+Kind = tuple[bool, bool, bool, str | None]
+# What was found for a model, by whether the batch has positions, padding, whether layers may be gathered, and the
+# attention implementation.
 _found: weakref.WeakKeyDictionary[nn.Module, dict[Kind, Treatment]] = weakref.WeakKeyDictionary()
 
 
@@ -77,7 +79,7 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
 
 def treatment_of(model: nn.Module, batch: OpenBatch, gather: bool) -> Treatment:
     """How to run this model on such a batch, looked up or found."""
-    kind = (batch.has_positions, batch.padding is not None, gather)
+    kind = (batch.has_positions, batch.padding is not None, gather, implementation_of(model))
     known = _found.setdefault(model, {})
     if kind not in known:
         known[kind] = look_at(model, batch, gather)

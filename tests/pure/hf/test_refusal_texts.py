@@ -1,0 +1,146 @@
+"""Texts of refusals that need no ranks to be met: what was given, what is allowed, what to do."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from longmesh import hf
+from longmesh.attention.mask.band import Band
+from longmesh.attention.scope.cut_mask import CutMask
+from longmesh.errors import LongmeshError
+from longmesh.hf import accelerator, gather, interface, loop, loss, scores, token_blocks
+
+LABELS = torch.tensor([[3, 4, 5]])
+WHOLE = SimpleNamespace(shard=lambda tensor, dim: tensor)  # an engine of one rank
+
+
+def parallelism(cp: int, kind: str = "NO") -> Any:
+    sizes = SimpleNamespace(cp_size=cp, sp_size=1, tp_size=1)
+    return SimpleNamespace(parallelism_config=sizes, distributed_type=SimpleNamespace(value=kind))
+
+
+def small_mesh(*names: str) -> Any:
+    return SimpleNamespace(mesh_dim_names=names, shape=(2,), size=lambda: 2)
+
+
+class NoItems(nn.Module):
+    def forward(self, input_ids, labels=None):
+        return input_ids
+
+
+def raising(*args: Any) -> Any:
+    raise RuntimeError("size of tensor a must match")
+
+
+def gathered(forward: Any) -> Any:
+    """A layer without a mask on a plain batch of one rank."""
+    cut = SimpleNamespace(lead=WHOLE, num_tokens=5)
+    batch: Any = SimpleNamespace(cut=cut, is_packed=False, padding=None, rows=1)
+    return gather._whole(nn.Linear(2, 2), forward, (), {}, batch)
+
+
+def blocks(types: torch.Tensor | None) -> Any:
+    cut = SimpleNamespace(mesh=None, lead=WHOLE)
+    return SimpleNamespace(types=types, cut=cut, in_blocks=None)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: accelerator._refuse_own_cp(parallelism(4)),
+            "ParallelismConfig with cp_size=4, sp_size=1, tp_size=1",
+        ),
+        (
+            lambda: accelerator._refuse_own_cp(parallelism(1, "DEEPSPEED")),
+            "DeepSpeed is not supported; use DDP or",
+        ),
+        (lambda: accelerator._check_mesh(small_mesh("cp"), 4), "mesh= has 2 ranks and there are 4 processes"),
+        (
+            lambda: accelerator.MeshAccelerator.gather_for_metrics(
+                SimpleNamespace(), [], use_gather_object=True
+            ),
+            "gather_for_metrics of objects with context parallelism",
+        ),
+        (lambda: loop._check_loss(NoItems()), "hf.prepare: NoItems takes no num_items_in_batch"),
+        (lambda: loop.plain_model(nn.Linear(2, 2)), "Linear has no transformers model inside"),
+        (
+            lambda: gather._check_shapes(nn.Linear(2, 2), 13, [torch.zeros(25, 4)]),
+            r"Linear is given a tensor of \(25, 4\), made from this rank's 13 tokens in a way that can't be gathered",
+        ),
+        (
+            lambda: gather._check_shapes(nn.Linear(2, 2), 13, {"bias": torch.zeros(2, 4, 13, 13)}),
+            "can't be gathered",
+        ),
+        (
+            lambda: gathered(raising),
+            r"Linear does not run on the whole sequence of this batch \(size of tensor",
+        ),
+        (
+            lambda: interface._by_sdpa(nn.Linear(2, 2), s_aux=torch.zeros(2)),
+            "attention sinks outside hf.context_parallel: use attn_implementation='eager' there",
+        ),
+        (
+            lambda: interface._engine(
+                None, nn.Linear(2, 2), CutMask.of(Band(lo=1, hi=0), 1, 5, "cpu"), True, None
+            ),
+            "Linear has a sliding window of 0 tokens; set sliding_window to 1 or more",
+        ),
+        (
+            lambda: token_blocks.block_mask(torch.zeros(1, 3), None),
+            "give token_type_ids or mm_token_type_ids in the",
+        ),
+        (
+            lambda: token_blocks.block_mask(torch.full((1, 3), 7), blocks(torch.tensor([[0, 1, 1]]))),
+            "masks by blocks of tokens in a way that is not known; give the mask",
+        ),
+        (
+            lambda: loss.SharedLoss(WHOLE, LABELS)(torch.zeros(3, 9), LABELS.view(-1), torch.ones(9)),
+            "a mean cross entropy with class weights or an ignore_index of its own",
+        ),
+        (
+            lambda: loss.SharedLoss(WHOLE, LABELS)(torch.zeros(2, 9), torch.tensor([1, 2])),
+            "a mean cross entropy on 2 targets inside hf.context_parallel, which are not this rank's 3 labels",
+        ),
+    ],
+)
+def test_functions_of_the_bridge(call, text):
+    with pytest.raises(LongmeshError, match=text):
+        call()
+
+
+def test_an_unknown_way_with_layers_and_an_unknown_name():
+    mesh: Any = None
+    with (
+        pytest.raises(LongmeshError, match=r"unknown='drop'\): give 'refuse' or 'gather'"),
+        hf.context_parallel(mesh, {}, unknown="drop"),
+    ):
+        pass
+    with pytest.raises(AttributeError, match="has no attribute 'trainer_of'"):
+        _ = hf.trainer_of
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("cumsum", lambda s: s.cumsum(-1)),
+        ("softmax", lambda s: s.softmax(0)),
+        ("matmul before softmax", lambda s: scores.product(torch.matmul)(s, torch.zeros(1, 2, 5, 4))),
+        ("mul", lambda s: s.softmax(-1) * 2.0),
+        ("mul", lambda s: s * -1.0),
+        ("div", lambda s: 1.0 / s),
+        ("add", lambda s: s + torch.ones(5, 5)),
+        ("masked_fill", lambda s: s.masked_fill(torch.ones(5, 5, dtype=torch.bool), 0.0)),
+        ("where", lambda s: torch.where(torch.ones(5, 5, dtype=torch.bool), s, 0.0)),
+        ("dropout", lambda s: torch.nn.functional.dropout(s, 0.1)),
+        ("reshape", lambda s: s.reshape(2, 25)),
+    ],
+)
+def test_attention_of_a_models_own_does_something_that_is_not_known(name, use):
+    q = torch.zeros(1, 2, 5, 4)
+    made = scores.Scores.of(scores.Attention(q, q), (1, 2, 5, 5))
+    with pytest.raises(LongmeshError, match=f"does something with its scores that is not known \\(.*{name}"):
+        use(made)
