@@ -202,7 +202,7 @@ def test_every_op_has_its_own_key_and_a_seed_starts_anew():
             lambda: distributions.normal(F32, 0, -1),
             "normal_ with std=-1: a standard deviation is not negative",
         ),
-        (lambda: distributions.bernoulli(1.5), "bernoulli_ with p=1.5: a probability lies between 0 and 1"),
+        (lambda: distributions.bernoulli(1.5), "bernoulli_ with p=1.5: a probability is between 0 and 1"),
         (lambda: distributions.exponential(F32, 0), "exponential_ with lambd=0: the rate must be positive"),
         (lambda: distributions.geometric(1.0), "geometric_ with p=1.0: a probability between 0 and 1"),
         (lambda: distributions.cauchy(F32, 0, 0), "cauchy_ with sigma=0: the scale must be positive"),

@@ -280,7 +280,7 @@ def test_mistakes(pool):
     assert texts == [
         (
             "RowwiseParallel of Linear: this rank's input has 10 features and its share of 10 on 2 ranks is 5; pass "
-            "the shard that chunking gives, or give input_layouts= as the input really lies (Replicate() if it is "
+            "the shard that chunking gives, or give input_layouts= as the input really is (Replicate() if it is "
             "whole)"
         ),
         (

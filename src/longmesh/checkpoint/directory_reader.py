@@ -32,7 +32,29 @@ from longmesh.errors import CheckpointError
 _BLOCK = 1 << 20
 
 
-class DirectoryReader(StorageReader):
+class PathReader(StorageReader):
+    """A reader that is made for one path, and leaves plans as they are: what torch asks for besides."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class DirectoryReader(PathReader):
     """Reads a checkpoint directory; pieces are checked before they are used.
 
     If the description can't be read, `problem` says why and an empty one is returned: the planner tells all ranks.
@@ -108,26 +130,6 @@ class DirectoryReader(StorageReader):
 
     def _damaged(self, info: StorageInfo, what: str) -> CheckpointError:
         return CheckpointError(f"checkpoint {self.path} is damaged: {info.relative_path} {what}")
-
-    # What torch asks for beside.
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def read_whole_description(path: Path) -> tuple[Metadata, dict[str, dict[str, int]] | None]:

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from longmesh.checkpoint.directory_reader import PathReader
 from longmesh.checkpoint.inside import find_inside
 from longmesh.checkpoint.safetensors_format import DTYPES, INDEX
 from longmesh.errors import CheckpointError, LongmeshError
@@ -43,7 +43,7 @@ def find_missing_library() -> LongmeshError | None:
     return None
 
 
-class SafetensorsReader(StorageReader):
+class SafetensorsReader(PathReader):
     """Reads a file, or a directory of several. `problem`: as in DirectoryReader."""
 
     def __init__(self, path: Path) -> None:
@@ -78,26 +78,6 @@ class SafetensorsReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    # What torch asks for beside.
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def read_stored(path: Path) -> dict[str, Stored]:

@@ -84,7 +84,7 @@ def sharded_cross_entropy(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Terms:
-    """What is the same for all rows: how they lie, and the options of the loss."""
+    """What is the same for all rows: their layout, and the options of the loss."""
 
     rows: Layout
     classes: int
@@ -119,7 +119,7 @@ def _check(
 
 
 def _row_layout(layout: Layout, dim: int) -> Layout:
-    """How one number per row lies: as the logits, without their class dim."""
+    """The layout of one number per row: that of the logits, without their class dim."""
 
     def shift(d: int) -> int:
         return d if d < dim else d - 1

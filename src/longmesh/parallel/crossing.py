@@ -44,7 +44,7 @@ def can_fuse(x: torch.Tensor, mesh: DeviceMesh, *layouts: Placement) -> bool:
 
 @dataclass(slots=True)
 class Crossing:
-    """An input as a step received it: how it lies, and what goes back to it."""
+    """An input as a step received it: its layout, and what goes back to it."""
 
     layout: Layout
     shape: Sequence[int]

@@ -142,10 +142,10 @@ def _gradient_and_product(
     """A result's gradient as the step needs it, and its product with the weight if that is given."""
     step, comm = ctx.step, comm_of(ctx.step.mesh)
     if isinstance(grad, DTensor):
-        local, lies = current_part(grad), grad._layout
+        local, layout = current_part(grad), grad._layout
     else:
-        local, lies = grad, gradient_layout(ctx.out)
-    if matrix is not None and step.overlap and can_overlap(lies, wanted, len(ctx.shape)):
-        return gather_linear(local, lies, ctx.shape, matrix.t(), None, comm)
+        local, layout = grad, gradient_layout(ctx.out)
+    if matrix is not None and step.overlap and can_overlap(layout, wanted, len(ctx.shape)):
+        return gather_linear(local, layout, ctx.shape, matrix.t(), None, comm)
     local = take_gradient(grad, ctx.out, wanted, ctx.shape, comm)
     return local, None if matrix is None else local.matmul(matrix)

@@ -55,7 +55,7 @@ class NormStep:
 
 
 class LayerNormStep(NormStep):
-    """A LayerNorm's forward. Collective only where the input lies otherwise than along the sequence."""
+    """A LayerNorm's forward. Collective only where the input is not sharded along the sequence."""
 
     def run(
         self,

@@ -109,7 +109,7 @@ class ShardedStyle(ParallelStyle):
 class ColwiseParallel(ShardedStyle):
     """Shard an nn.Linear or nn.Embedding by its output features.
 
-    A plain input is taken to lie as `input_layouts` (default: whole on every rank); the output lies as
+    A plain input is taken to be laid out as `input_layouts` (default: whole on every rank); the output is laid out as
     `output_layouts` (default: sharded along its last dim) and is this rank's plain tensor, or with
     `use_local_output=False` a DTensor. With `overlap=True` a Linear whose input is sharded along another dim than
     its last multiplies the parts of the input as they arrive.
@@ -127,8 +127,8 @@ class ColwiseParallel(ShardedStyle):
 class RowwiseParallel(ShardedStyle):
     """Shard an nn.Linear by its input features, an nn.Embedding by its rows.
 
-    A plain input is taken to lie as `input_layouts` (default: sharded along its last dim; give Replicate() for the
-    indices of an Embedding); the output lies as `output_layouts` (default: whole on every rank) and is this
+    A plain input is taken to be laid out as `input_layouts` (default: sharded along its last dim; give Replicate() for
+    the indices of an Embedding); the output is laid out as `output_layouts` (default: whole on every rank) and is this
     rank's plain tensor, or with `use_local_output=False` a DTensor. With `overlap=True` a Linear whose output is
     sharded along another dim than its last multiplies the parts of the output's gradient as they arrive.
 

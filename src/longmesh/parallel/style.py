@@ -128,7 +128,7 @@ def whole_shape(
         raise LongmeshError(
             f"{argument}: this rank's input has {local.shape[last]} features and its share of {features} on "
             f"{layout.mesh.sizes[0]} ranks is {expected}; pass the shard that chunking gives, or give input_layouts= "
-            "as the input really lies (Replicate() if it is whole)"
+            "as the input really is (Replicate() if it is whole)"
         )
     return (*shape[:last], features)
 
@@ -162,7 +162,7 @@ def enter(
 
 
 def arrange(tensor: DTensor, placement: Placement) -> DTensor:
-    """The DTensor in the layout that is wanted. Collective where it lies otherwise."""
+    """The DTensor in the layout that is wanted. Collective where it has another."""
     wanted = normalize_placements((placement,), tensor.ndim, "a layout")
     return tensor if tensor.placements == wanted else tensor.redistribute(placements=wanted)
 

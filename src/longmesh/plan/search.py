@@ -125,7 +125,7 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, cluster: Cluste
 def _check(src: Layout, dst: Layout, shape: Shape) -> None:
     if src.mesh is not dst.mesh:
         raise LongmeshError(
-            f"can't redistribute from {src.mesh} to {dst.mesh}: both layouts must lie on one mesh; "
+            f"can't redistribute from {src.mesh} to {dst.mesh}: both layouts must be on one mesh; "
             "go through full_tensor() and distribute_tensor() to change meshes"
         )
     src.check_ndim(len(shape), shape)

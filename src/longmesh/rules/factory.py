@@ -31,12 +31,12 @@ def fill_lines(call: OpCall) -> list[AxisRule]:
 
 
 def zero_lines(call: OpCall) -> list[AxisRule]:
-    """zero_: all terms zero are zero, whatever the reduction, so a pending tensor is cleared where it lies."""
+    """zero_: all terms zero are zero, whatever the reduction, so a pending tensor is cleared as it is."""
     return [line([S(d)], S(d)) for d in range(call.tensors[0].ndim)] + [line([p], p) for p in PENDING]
 
 
 def new_lines(call: OpCall) -> list[AxisRule]:
-    """new_zeros(size): as the input if it has that shape, else replicated wherever the input lies."""
+    """new_zeros(size): as the input if it has that shape, else replicated whatever the layout of the input."""
     meta = call.tensors[0]
     same = tuple(call["size"]) == meta.shape
     return [

@@ -85,9 +85,10 @@ def embedding_meta(call: OpCall) -> tuple[OutMeta, ...]:
 
 
 def _embed_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
-    size, offset, length = call.tensors[0].shape[0], view.input_offsets[0][0], view.input_shapes[0][0]
-    if length == size:
+    own = _own_rows(call, view, 0)
+    if own is None:
         return None
+    size, offset, length = own
 
     def embed(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> Masked:
         check_range(indices, size, 0)
@@ -121,13 +122,19 @@ def index_select_meta(call: OpCall) -> tuple[OutMeta, ...]:
     return (contiguous(shape),)
 
 
+def _own_rows(call: OpCall, view: LocalView, dim: int) -> tuple[int, int, int] | None:
+    """Size of a dim, and where this rank's rows of it begin and how many they are; None if it has all of them."""
+    if call.tensors[0].ndim == 0 or view.input_shapes[0][dim] == call.tensors[0].shape[dim]:
+        return None
+    return call.tensors[0].shape[dim], view.input_offsets[0][dim], view.input_shapes[0][dim]
+
+
 def _select_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     ndim, dim = call.tensors[0].ndim, call.dim()
-    if ndim == 0:
+    own = _own_rows(call, view, dim)
+    if own is None:
         return None
-    size, offset, length = call.tensors[0].shape[dim], view.input_offsets[0][dim], view.input_shapes[0][dim]
-    if length == size:
-        return None
+    size, offset, length = own
 
     def select(local: torch.Tensor, _: int, index: torch.Tensor) -> Masked:
         check_range(index, size, dim)
@@ -167,12 +174,11 @@ def take_meta(call: OpCall) -> tuple[OutMeta, ...]:
 
 
 def _gather_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
-    ndim, dim = call.tensors[0].ndim, call.dim()
-    if ndim == 0:
+    dim = call.dim()
+    own = _own_rows(call, view, dim)
+    if own is None:
         return None
-    size, offset, length = call.tensors[0].shape[dim], view.input_offsets[0][dim], view.input_shapes[0][dim]
-    if length == size:
-        return None
+    size, offset, length = own
 
     def gather(local: torch.Tensor, _: int, index: torch.Tensor, **kwargs: Any) -> Masked:
         check_range(index, size, dim)

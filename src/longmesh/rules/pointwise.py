@@ -63,7 +63,7 @@ def broadcast(shapes: Sequence[Shape]) -> Shape:
 
 
 def shard_of(meta: Meta, dim: int, ndim: int) -> Placement:
-    """How an operand lies on an axis that shards dim `dim` of a broadcast result of `ndim` dims."""
+    """The placement of an operand on an axis that shards dim `dim` of a broadcast result of `ndim` dims."""
     own = dim - (ndim - meta.ndim)
     return R if own < 0 or meta.shape[own] == 1 else S(own)
 

@@ -61,7 +61,7 @@ def layer_norm_meta(call: OpCall) -> tuple[OutMeta, ...]:
 
 
 def layer_norm_backward_lines(call: OpCall) -> list[AxisRule]:
-    """Statistics lie as the rows do; a gradient of weight or bias is a sum over rows."""
+    """Statistics are laid out as the rows; a gradient of weight or bias is a sum over rows."""
     rows = [call.get(name) for name in ("grad_out", "input", "mean", "rstd")]
     row_indices = [meta.index for meta in rows if meta is not None]
     return [

@@ -1,6 +1,6 @@
 """Shard order: which mesh axes shard a tensor dim, and in which order.
 
-On a 2x2 mesh with placements (Shard(0), Shard(0)), 8 rows lie on the ranks as
+On a 2x2 mesh with placements (Shard(0), Shard(0)), 8 rows are on the ranks as
 
     order (0, 1), the default          order (1, 0)
     rank (0,0) rows 0 1                rank (0,0) rows 0 1

@@ -1,4 +1,4 @@
-"""DTensorSpec: a layout together with the mesh it lies on and the global tensor's metadata."""
+"""DTensorSpec: a layout together with its mesh and the global tensor's metadata."""
 
 from __future__ import annotations
 

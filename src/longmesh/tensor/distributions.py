@@ -110,7 +110,7 @@ def normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Distribut
 def bernoulli(p: float) -> Distribution:
     """True with probability `p`, to 2**-32."""
     if not 0 <= p <= 1:
-        raise LongmeshError(f"bernoulli_ with p={p}: a probability lies between 0 and 1")
+        raise LongmeshError(f"bernoulli_ with p={p}: a probability is between 0 and 1")
     threshold = round(p * 2**32) - 2**31
 
     def convert(bits: torch.Tensor) -> torch.Tensor:

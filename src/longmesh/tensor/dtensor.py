@@ -228,7 +228,7 @@ class DTensor(torch.Tensor):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh that the tensor lies on."""
+        """The mesh of the tensor."""
         return self._mesh
 
     @property

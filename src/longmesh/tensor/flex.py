@@ -104,7 +104,7 @@ def flex_attention(
 
 
 def _arranged(q: DTensor, k: DTensor, v: DTensor) -> list[DTensor]:
-    """All three as the query lies, without pending sums and with whole head dims; heads whole where they'd part."""
+    """All three laid out as the query, without pending sums and with whole head dims; heads whole where they'd part."""
     wanted: list[Placement] = []
     for axis, placement in enumerate(q.placements):
         dim = placement.dim if isinstance(placement, Shard) else None

@@ -48,7 +48,7 @@ def plan_through_views(func: OpOverload) -> OpPlan:
 def write_back(
     func: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """An in-place or out= op whose target can't stay where it lies: compute, bring home, copy."""
+    """An in-place or out= op whose target can't stay in its layout: compute, redistribute, copy."""
     outs = out_names(func)
     targets = [kwargs[name] for name in outs] or [args[0]]
     kwargs = {k: v for k, v in kwargs.items() if k not in outs}

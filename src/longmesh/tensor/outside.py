@@ -40,7 +40,7 @@ def plan_outside(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: 
     template = plan.result
     if plan.written is not None:
         template = Given(plan.written)
-    elif template is None or not _is_settled(template):
+    elif template is None or not _is_known(template):
         template = _outputs_of(plan, func, args, kwargs)
     outputs: list[Output] = []
     _collect(template, outputs)
@@ -67,10 +67,10 @@ def plan_outside(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: 
     )
 
 
-def _is_settled(template: Any) -> bool:
+def _is_known(template: Any) -> bool:
     """Whether a result is made of tensors that were written to and of constants alone."""
     if type(template) in (tuple, list):
-        return all(map(_is_settled, template))
+        return all(map(_is_known, template))
     return template is NOTHING or type(template) in (Given, bool, int, float, type(None))
 
 

@@ -122,7 +122,7 @@ def test_explain():
 @pytest.mark.parametrize(
     ("src", "dst", "options", "text"),
     [
-        (Layout(MeshShape((2,)), [R]), Layout(MeshShape((3,)), [R]), {}, "both layouts must lie on one mesh"),
+        (Layout(MeshShape((2,)), [R]), Layout(MeshShape((3,)), [R]), {}, "both layouts must be on one mesh"),
         (
             Layout(MeshShape((2,)), [R]),
             Layout(MeshShape((2,)), [Shard(2)]),

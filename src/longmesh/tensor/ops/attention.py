@@ -3,7 +3,7 @@
     q, k, v   (batch, heads, tokens, head dim), all cut alike: tokens by some axes, batch or heads by others
 
 Each rank attends with its own heads and batch rows, over the axes that cut tokens. What the engine's plan does not
-cover (a mask tensor, dropout, keys that lie otherwise than queries) runs by the op's rule. CUDA's ops have further
+cover (a mask tensor, dropout, keys in another layout than queries) runs by the op's rule. CUDA's ops have further
 outputs, of which only their own backwards make use.
 """
 
