@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 import transformers
 
 from longmesh import init_device_mesh
+from longmesh.attention.plan.ahead import plans_ahead
+from longmesh.attention.scope.open_scopes import current_cut
+from longmesh.comm import comm_of
 from longmesh.errors import LongmeshError
 from support.accelerated import accelerated
 
@@ -324,3 +328,41 @@ def test_the_version_of_transformers_whose_hooks_are_overridden():
         assert list(inspect.signature(getattr(transformers.Trainer, name)).parameters) == parameters
     source = inspect.getsource(transformers.Trainer.training_step)
     assert source.index("_prepare_context_parallel_inputs") < source.index("self._prepare_inputs")
+
+
+def run_planned(folder: str, ahead: bool) -> tuple[dict[str, Any], list[bool]]:
+    """What was found, and of each step whether all its plans came from the helper."""
+    from longmesh.hf import Trainer, accelerator
+
+    made: list[bool] = []
+
+    class Noting(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            # Starting the helper takes longer than these steps.
+            assert isinstance(self.accelerator, accelerator.MeshAccelerator)
+            wait(plans_ahead(comm_of(self.accelerator.cp_mesh))._coming.values(), timeout=120.0)
+            return super().training_step(*args, **kwargs)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss, cut = super().compute_loss(*args, **kwargs), current_cut()
+            assert cut is not None and len(cut._engines) == 1  # causal besides the documents
+            called = next(iter(cut._engines.values()))
+            made.append(len(cut.lead._made_ahead) >= 1 and len(called._made_ahead) == 2)  # for its heads, too
+            return loss
+
+    with quiet(), accelerated(), pytest.MonkeyPatch.context() as patch:
+        if not ahead:
+            patch.setattr(accelerator, "plan_batches", lambda *_: None)
+        return found(train(Noting, "packed", folder, 2, {"max_steps": 4})), made
+
+
+def test_batches_are_planned_ahead_by_a_helper(pool, tmp_path):
+    ways = {
+        ahead: pool.run(run_planned, str(tmp_path / str(ahead)), ahead, ranks=2, timeout=300.0)
+        for ahead in (True, False)
+    }
+    for (planned, made), (here, unplanned) in zip(ways[True], ways[False], strict=True):
+        # The first step tells which calls are made; the second batch was read before it.
+        assert made[2:] == [True, True] and not any(unplanned)
+        assert planned["losses"] == here["losses"]
+        assert torch.equal(planned["weights"], here["weights"])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.interface import register
-from longmesh.hf.scope import context_parallel
+from longmesh.hf.scope import context_parallel, plan_ahead
 from longmesh.hf.verify import Verification, verify
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "Verification",
     "context_parallel",
     "cut_batch",
+    "plan_ahead",
     "prepare",
     "register",
     "tiled_loss",

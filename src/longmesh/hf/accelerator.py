@@ -8,9 +8,10 @@ stay accelerate's: DDP and FSDP2 average over all ranks, and losses are scaled f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +19,35 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader
 
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.comm import AxisGroup, collectives, comm_of
 from longmesh.errors import LongmeshError
+from longmesh.hf.batch import scope_arguments
+from longmesh.hf.scope import plan_ahead
 
 _AXES = ("dp", "cp")
+
+
+class PlanningLoader(DataLoader):
+    """A DataLoader that has each batch planned when it is read, which is a step before it is used: accelerate reads
+    one batch ahead, to know the last one."""
+
+    plan: Callable[[Any], None]
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            self.plan(batch)
+            yield batch
+
+
+def plan_batches(prepared: Any, plan: Callable[[Any], None]) -> None:
+    """Let a prepared loader call `plan` with each batch; one of another class of torch's stays as it is."""
+    inside = prepared.__dict__.get("base_dataloader")
+    if type(inside) is DataLoader:
+        inside.__class__ = PlanningLoader
+        inside.__dict__["plan"] = plan
 
 
 class MeshAccelerator(Accelerator):
@@ -69,7 +93,16 @@ class MeshAccelerator(Accelerator):
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
         self._dataloaders.append(prepared)
+        plan_batches(prepared, self._plan_next)
         return prepared
+
+    def _plan_next(self, batch: Any) -> None:
+        """Have a batch planned that comes next, as the scope before was. Wrong ones are told by their scope."""
+        how = self.__dict__.get("longmesh_scope")
+        if how is not None and isinstance(batch, Mapping):
+            rest, options = scope_arguments(batch)
+            with contextlib.suppress(LongmeshError):
+                plan_ahead(self.cp_mesh, rest, **how, **options)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """What one rank of each sequence holds, in the order of the data; inside a scope, where each rank has its own

@@ -109,7 +109,9 @@ def cut_batch(
     labels = rest.get("labels")
     if labels is not None and num_items is None:
         num_items = sum_over(mesh, "dp", (labels[..., 1:] != -100).sum())
-    with context_parallel(accelerator.cp_mesh, rest, model=model, cluster=cluster, **options) as part:
+    how = {"model": model, "cluster": cluster}
+    accelerator.__dict__["longmesh_scope"] = how  # the next batch is planned so
+    with context_parallel(accelerator.cp_mesh, rest, **how, **options) as part:
         if num_items is not None:
             part["num_items_in_batch"] = torch.as_tensor(num_items) / mesh.size()
         yield part

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention import Exchange, Layout, masks
 from longmesh.attention.scope.cut_sequence import CutSequence
-from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope
+from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope, plan_ahead as plan_scope
 from longmesh.errors import LongmeshError
 from longmesh.hf.interface import attend_directly, attend_in_module
 from longmesh.hf.loss import SharedLoss
@@ -26,6 +26,40 @@ from longmesh.hf.scores import HANDLERS
 from longmesh.hf.watch import watch_models
 from longmesh.hf.whole_batch import WholeBatch
 from longmesh.plan import Cluster
+
+
+def plan_ahead(
+    mesh: DeviceMesh,
+    batch: Mapping[str, Any],
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    mask: masks.Mask | None = None,
+    layout: Layout | str | None = None,
+    exchange: Exchange | str | None = None,
+    model: nn.Module | None = None,
+    cluster: Cluster | str | None = None,
+) -> None:
+    """Have a batch planned, in a helper process, that `context_parallel` will be given later with the same options.
+    Local. Call it with the next batch before a step: while that runs, the batch is planned as the one before it was.
+
+    `hf.Trainer` and loaders of `hf.prepare` do this by themselves.
+
+    >>> batch = {"input_ids": torch.arange(10)[None], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])}
+    >>> plan_ahead(mesh, batch)  # packed documents: another mask at every step
+    >>> with context_parallel(mesh, batch) as part:
+    ...     part["input_ids"].shape
+    torch.Size([1, 5])
+    """
+    given = WholeBatch.of(batch, cu_seqlens)
+    seen = given.visible(batch, mask)
+    if seen is not None:
+        how = {"layout": _layout_for(layout, model), "exchange": exchange, "cluster": cluster}
+        plan_scope(mesh, given.ids.shape[1], mask=seen, **how)
+
+
+def _layout_for(layout: Layout | str | None, model: nn.Module | None) -> Layout | str | None:
+    has_mixers = layout is None and model is not None and any(map(is_mixer, model.modules()))
+    return "ordered" if has_mixers else layout
 
 
 @contextmanager
@@ -65,8 +99,7 @@ def context_parallel(
     if unknown not in ("refuse", "gather"):
         raise LongmeshError(f"hf.context_parallel(unknown={unknown!r}): give 'refuse' or 'gather'")
     given = WholeBatch.of(batch, cu_seqlens)
-    if layout is None and model is not None and any(map(is_mixer, model.modules())):
-        layout = "ordered"
+    layout = _layout_for(layout, model)
     cut = cut_over(
         mesh,
         given.ids.shape[1],

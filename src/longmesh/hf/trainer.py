@@ -160,8 +160,9 @@ class Trainer(TrainerHooks, transformers.Trainer):
     @contextlib.contextmanager
     def _scope(self, batch: dict[str, Any], options: dict[str, Any], part: dict[str, Any]) -> Iterator[None]:
         assert isinstance(self.accelerator, MeshAccelerator)
-        options = {"model": self.model, "cluster": self._cluster} | options
-        with context_parallel(self.accelerator.cp_mesh, batch, **options) as mine:
+        how = {"model": self.model, "cluster": self._cluster}
+        self.accelerator.__dict__["longmesh_scope"] = how  # the next batch is planned so
+        with context_parallel(self.accelerator.cp_mesh, batch, **how, **options) as mine:
             part.update(self._accepted(mine))
             self._whole, self._has_computed = batch, False
             try:

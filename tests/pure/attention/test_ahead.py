@@ -7,18 +7,18 @@ import time
 
 from longmesh.attention import AttentionPlan, ContextParallel, masks, plan_attention
 from longmesh.attention.plan import ahead
-from longmesh.attention.plan.ahead import Planned, PlansAhead, make_plan
+from longmesh.attention.plan.ahead import Planned, PlansAhead, Request, key_of, make_plan
 from support.processes import is_alive, wait_until_gone
 
 MASK = masks.documents([300, 150, 62])
 REQUEST = {"seq_len": 512, "ranks": 3, "mask": MASK}
 
 
-def waited_for(plans: PlansAhead, key: object) -> Planned | None:
+def waited_for(plans: PlansAhead, request: Request) -> Planned | None:
     deadline = time.monotonic() + 60.0
-    while not plans._coming[key].done() and time.monotonic() < deadline:
+    while not plans._coming[key_of(request)].done() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return plans.take(key)
+    return plans.take(request)
 
 
 def same(one: AttentionPlan, other: AttentionPlan) -> bool:
@@ -36,27 +36,28 @@ def test_a_plan_travels_as_a_small_value():
 
 def test_the_helpers_plan_is_the_one_made_here():
     plans = PlansAhead(rank=1)
-    plans.start("a", REQUEST)
-    plans.start("bad", REQUEST | {"layout": "zig"})
-    plans.start("lambda", REQUEST | {"mask": masks.mask_mod(lambda b, h, q, k: q >= k)})
-    assert "lambda" not in plans._coming  # cannot be sent: planned where it is needed
-    found = waited_for(plans, "a")
+    bad, other = REQUEST | {"layout": "zig"}, REQUEST | {"seq_len": 512, "chunk": 64}
+    plans.start(REQUEST)
+    plans.start(bad)
+    plans.start(REQUEST | {"mask": masks.mask_mod(lambda b, h, q, k: q >= k)})
+    assert len(plans._coming) == 2  # a lambda cannot be sent: planned where it is needed
+    found = waited_for(plans, REQUEST)
     assert found is not None
     expected = make_plan(REQUEST, 1)
     assert same(found.plan, expected.plan) and found.rank_plans == expected.rank_plans
-    assert waited_for(plans, "bad") is None and plans.take("never asked for") is None
+    assert waited_for(plans, bad) is None and plans.take(other) is None
     assert plans._helper is not None
     plans._helper._process.kill()
-    plans.start("after", REQUEST)
-    assert waited_for(plans, "after") is None
+    plans.start(other)
+    assert waited_for(plans, other) is None
 
 
 def test_nobody_waits_for_a_helper_that_is_starting(monkeypatch):
     monkeypatch.setattr(ahead, "_SERVE", "import time; time.sleep(60)")
     plans = PlansAhead(rank=0)
-    plans.start("a", REQUEST)
+    plans.start(REQUEST)
     start = time.monotonic()
-    assert plans.take("a") is None
+    assert plans.take(REQUEST) is None
     assert time.monotonic() - start < 5.0
 
 
@@ -91,8 +92,8 @@ def test_plans_that_nobody_takes_are_forgotten(monkeypatch):
     monkeypatch.setattr(ahead, "_SERVE", "import time; time.sleep(60)")
     plans = PlansAhead(rank=0)
     for number in range(100):
-        plans.start(number, REQUEST)
-    assert list(plans._coming) == list(range(36, 100))
+        plans.start(REQUEST | {"seq_len": 1 + number})
+    assert list(plans._coming) == [key_of(REQUEST | {"seq_len": 1 + number}) for number in range(36, 100)]
 
 
 def test_an_engine_for_another_mask():

@@ -39,8 +39,8 @@ from longmesh.attention.layout.base import Layout
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mods.captured import captured_tensors
 from longmesh.attention.mods.pairwise import at_offset
-from longmesh.attention.plan.adapt import adapt_plan
-from longmesh.attention.plan.ahead import Planned, PlansAhead
+from longmesh.attention.plan.adapt import adapt_plan, request_for
+from longmesh.attention.plan.ahead import PlansAhead, plans_ahead
 from longmesh.attention.plan.api import checked_mask, plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.attention.plan.head_sizes import HeadSizes
@@ -118,23 +118,21 @@ class ContextParallel:
         self._check_kernels = check_kernels
         self._refused: dict[Need, Refused] = {}
         self._checks = check
-        self._ahead = PlansAhead(self.rank)
+        self._ahead = PlansAhead(0) if self._comm is None else plans_ahead(self._comm)
         ranks = (1,) if mesh is None else tuple(reversed(mesh.shape))  # (inner, outer), or one number
         request: dict[str, Any] = {"seq_len": seq_len, "ranks": ranks, "layout": layout, "exchange": exchange}
-        request |= {
-            "chunk": chunk,
-            "dtype_bytes": dtype.itemsize,
-            "cluster": cluster_on(self._comm, cluster),
-        }
+        machine = cluster_on(self._comm, cluster)
+        request |= {"chunk": chunk, "dtype_bytes": dtype.itemsize, "cluster": machine}
         request |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         request |= {"v_head_dim": v_head_dim, "v_in_k": v_in_k}
         request |= {"kv_len": kv_len, "q_offset": q_offset, "kv_layout": kv_layout}
-        self._take_plan(request | {"mask": mask}, None)
+        self._take_plan(request | {"mask": mask})
 
-    def _take_plan(self, request: dict[str, Any], planned: Planned | None) -> None:
+    def _take_plan(self, request: dict[str, Any]) -> None:
         self._request = request
+        planned = self._ahead.take(request)
         self.plan: AttentionPlan = plan_attention(**request) if planned is None else planned.plan
-        self._rank_plans = None if planned is None else planned.rank_plans
+        self._made_ahead = {} if planned is None else {planned.plan.heads: planned}
         self._planned: dict[tuple[HeadSizes, torch.device], Heads] = {}
         rows = self.plan.rows
         self._queries = Side("shard", [row.ownership for row in rows], self.rank, self._of_everyone)
@@ -145,19 +143,23 @@ class ContextParallel:
 
     # -- other masks -----------------------------------------------------------------------------
 
-    def plan_ahead(self, masks: Iterable[Mask]) -> None:
+    def plan_ahead(self, masks: Iterable[Mask], *, seq_len: int | None = None) -> None:
         """Have plans for these masks made in a helper process while this one goes on; `with_mask` takes them up. Local.
 
-        Packed documents have a new mask at every step. Call this with the next step's as soon as they are known.
+        Packed documents have a new mask at every step. Call this with the next step's as soon as they are known; with
+        `seq_len`, plans are for new engines of that length. Heads that this one was called with are planned for, too.
         """
         for mask in masks:
-            self._ahead.start(checked_mask(mask).current(), self._request | {"mask": mask})
+            request = self._request | {"mask": checked_mask(mask), "seq_len": seq_len or self.plan.seq_len}
+            self._ahead.start(request)
+            for sizes in {sizes for sizes, _ in self._planned if sizes != self.plan.heads}:
+                self._ahead.start(request_for(self.plan, sizes, request))
 
     def with_mask(self, mask: Mask) -> ContextParallel:
         """The same for another mask: its own layout and plan, made ahead if `plan_ahead` was given the mask. Local."""
         other = copy.copy(self)
         other.__dict__.pop("_everyone", None)
-        other._take_plan(self._request | {"mask": mask}, self._ahead.take(checked_mask(mask).current()))
+        other._take_plan(self._request | {"mask": checked_mask(mask)})
         return other
 
     # -- the layout ------------------------------------------------------------------------------
@@ -352,7 +354,12 @@ class ContextParallel:
 
     def _plan_heads(self, sizes: HeadSizes, device: torch.device) -> Heads:
         if (sizes, device) not in self._planned:
-            plan = adapt_plan(self.plan, sizes, self._request)
+            known = self._made_ahead.get(sizes)
+            if known is None and sizes != self.plan.heads:
+                known = self._ahead.take(request_for(self.plan, sizes, self._request))
+            plan = adapt_plan(self.plan, sizes, self._request, known and known.plan)
+            if known is not None:
+                self._made_ahead[sizes] = known
             self._planned[sizes, device] = self._prepare(plan, device)
         return self._planned[sizes, device]
 
@@ -369,7 +376,8 @@ class ContextParallel:
             inner, peers = self._group((1,))
             outer, ranks = self._group((0,))
             members = tuple(rank // plan.inner for rank in ranks)
-        known = self._rank_plans if plan is self.plan and self._rank_plans else [None] * len(plan.rows)
+        ahead = self._made_ahead.get(plan.heads)
+        known = ahead.rank_plans if ahead and ahead.plan is plan else [None] * len(plan.rows)
         routes = tuple(
             Route(row, self.rank, members, peers, device, mine)
             for row, mine in zip(plan.rows, known, strict=True)

@@ -11,15 +11,21 @@ from longmesh.attention.plan.cut import Asked, Cuts, slices_in
 from longmesh.attention.plan.head_sizes import HeadSizes
 
 
-def adapt_plan(plan: AttentionPlan, heads: HeadSizes, request: dict[str, Any]) -> AttentionPlan:
+def request_for(plan: AttentionPlan, heads: HeadSizes, request: dict[str, Any]) -> dict[str, Any]:
+    """The arguments `request` that `plan` was made with, for other heads and the layout that was chosen."""
+    return request | heads._asdict() | {"layout": plan.layout, "kv_layout": plan.kv_layout}
+
+
+def adapt_plan(
+    plan: AttentionPlan, heads: HeadSizes, request: dict[str, Any], known: AttentionPlan | None = None
+) -> AttentionPlan:
     """The best plan for these heads if it cuts the sequence as `plan` does; else `plan`'s cut and exchange.
 
-    `request`: the arguments that `plan` was made with.
+    `request`: the arguments that `plan` was made with; `known`: the best plan, if it was made ahead.
     """
     if heads == plan.heads:
         return plan
-    again: dict[str, Any] = request | heads._asdict() | {"layout": plan.layout, "kv_layout": plan.kv_layout}
-    fresh = plan_attention(**again)
+    fresh = plan_attention(**request_for(plan, heads, request)) if known is None else known
     pairs = zip(plan.rows, fresh.rows, strict=True)
     if all(_cut(old) == _cut(new) for old, new in pairs):
         return fresh

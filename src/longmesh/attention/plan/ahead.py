@@ -23,8 +23,10 @@ from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, NamedTuple
 
+from longmesh.attention.mask.base import Mask
 from longmesh.attention.plan.api import plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan, RankPlan
+from longmesh.comm import MeshComm, kept_by_mesh
 
 Request = dict[str, Any]  # the arguments of plan_attention
 MOST_WAITING = 64  # plans that nobody has asked for yet; the oldest are forgotten
@@ -56,8 +58,20 @@ def make_plan(request: Request, rank: int) -> Planned:
     return Planned(plan, tuple(row.rank(rank) for row in plan.rows))
 
 
+def key_of(request: Request) -> Hashable:
+    """What a plan is looked up by: a captured tensor of a mask counts as it is now."""
+    mask = request.get("mask")
+    return frozenset((request | {"mask": mask.current() if isinstance(mask, Mask) else mask}).items())
+
+
+@kept_by_mesh(1)
+def plans_ahead(comm: MeshComm) -> PlansAhead:
+    """Those of a mesh: one helper for all its engines."""
+    return PlansAhead(comm.shape.index(comm.coordinate))
+
+
 class PlansAhead:
-    """The plans of one rank that are under way or done, by mask."""
+    """The plans of one rank that are under way or done, by key."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -65,8 +79,9 @@ class PlansAhead:
         self._has_answered = False
         self._coming: dict[Hashable, Future[bytes | None]] = {}
 
-    def start(self, key: Hashable, request: Request) -> None:
+    def start(self, request: Request) -> None:
         """Have a plan made, unless it is on its way or cannot be."""
+        key = key_of(request)
         if key in self._coming:
             return
         try:
@@ -79,10 +94,12 @@ class PlansAhead:
         while len(self._coming) > MOST_WAITING:
             del self._coming[next(iter(self._coming))]
 
-    def take(self, key: Hashable) -> Planned | None:
+    def take(self, request: Request) -> Planned | None:
         """A plan that was started, when it is there; None if none was, it could not be made, or the helper is still
         starting, which takes longer than a plan."""
-        coming = self._coming.pop(key, None)
+        if not self._coming:
+            return None
+        coming = self._coming.pop(key_of(request), None)
         if coming is None or (not self._has_answered and not coming.done()):
             return None
         self._has_answered = True

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from longmesh.attention import masks
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mods.captured import captured_state
 from longmesh.attention.scope.other_keys import OtherKeys
@@ -90,3 +91,16 @@ def create_block_mask_cached(
 @functools.lru_cache(maxsize=64)
 def _create_block_mask(mask_mod: MaskMod, state: str, *sizes_and_device: Any) -> BlockMask:
     return create_block_mask(mask_mod, *sizes_and_device)
+
+
+def mask_of(block_mask: BlockMask, first: tuple[int, int], rows: int) -> Mask:
+    """The mask of a BlockMask for `rows` batch rows, from the row and head `first` on."""
+    if isinstance(block_mask, CutBlockMask):
+        return block_mask.whole
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    if (batch, heads) == (1, 1) or (first == (0, 0) and batch in (1, rows)):
+        return masks.from_block_mask(block_mask)
+    (row, head), own = first, block_mask.mask_mod
+    return masks.mask_mod(
+        lambda b, h, q_idx, kv_idx: own(b + row, h + head, q_idx, kv_idx), rows=rows if batch > 1 else 1
+    )

@@ -33,7 +33,7 @@ from longmesh.attention.layout.named import layout_of
 from longmesh.attention.layout.ordered import Ordered
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.scope.cross_attention import CrossAttention
-from longmesh.attention.scope.cut_block_mask import CutBlockMask
+from longmesh.attention.scope.cut_block_mask import CutBlockMask, mask_of
 from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.attention.scope.other_keys import OtherKeys
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
@@ -82,6 +82,7 @@ class CutSequence:
         )
         self._lead_key = "causal" if mask is None else None
         self._engines: dict[object, ContextParallel] = {}  # the one used last comes last
+        self._besides: dict[object, Mask | None] = {}  # what each sees besides the mask of the sequence
         self._of_block_masks: weakref.WeakKeyDictionary[BlockMask, dict[tuple[Any, ...], ContextParallel]] = (
             weakref.WeakKeyDictionary()
         )
@@ -111,11 +112,22 @@ class CutSequence:
         is forgotten; all ranks make the same calls, so they forget the same."""
         if key == self._lead_key:
             return self.lead
-        engine = self._engines.pop(key, None) or self._with_mask(own())
+        engine = self._engines.pop(key, None)
+        if engine is None:
+            self._besides[key] = own()
+            engine = self._with_mask(self._besides[key])
         self._engines[key] = engine
         if len(self._engines) > MOST_ENGINES:
-            del self._engines[next(iter(self._engines))]
+            oldest = next(iter(self._engines))
+            del self._engines[oldest], self._besides[oldest]
         return engine
+
+    def plan_ahead(self, mask: Mask, seq_len: int) -> None:
+        """Have planned, in a helper process, what another sequence will need if its calls are like this one's."""
+        self.lead.plan_ahead([mask], seq_len=seq_len)
+        for key, engine in self._engines.items():
+            besides = self._besides[key]
+            engine.plan_ahead([mask if besides is None else mask & besides], seq_len=seq_len)
 
     def engine_of(
         self, block_mask: BlockMask | None, first: tuple[int, int] = (0, 0), rows: int = 1
@@ -128,13 +140,13 @@ class CutSequence:
             return self.engine(is_causal=False)
         engines = self._of_block_masks.setdefault(block_mask, {})
         if (first, rows) not in engines:
-            engines[first, rows] = self._with_mask(_mask_of(block_mask, first, rows))
+            engines[first, rows] = self._with_mask(mask_of(block_mask, first, rows))
         return engines[first, rows]
 
     def _with_mask(self, mask: Mask | None) -> ContextParallel:
         parts = [m for m in (self._mask, mask) if m is not None]
-        owned = self._owned()
-        kept = self.layout if isinstance(self.layout, Ordered) else Given(owned)
+        as_given = self.layout.follows_mask and not isinstance(self.layout, Ordered)
+        kept = Given(self._owned()) if as_given else self.layout
         return ContextParallel(
             self.mesh,
             seq_len=self.seq_len,
@@ -274,7 +286,7 @@ class CutSequence:
         other = self._other_side(side, (query, key, value), seen, of_rows)
         check_heads(query, key, enable_gqa)
         if other is not None:
-            of_mask = functools.partial(_mask_of, first=first, rows=query.shape[0])
+            of_mask = functools.partial(mask_of, first=first, rows=query.shape[0])
             return other.flex(
                 query, key, value, score_mod, block_mask, of_mask, (first, query.shape[0]), scale, with_lse
             )
@@ -365,19 +377,6 @@ class _Kind:
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Call:
         return self._cut.engine(self._is_causal).prepare(q, k, v, score)
-
-
-def _mask_of(block_mask: BlockMask, first: tuple[int, int], rows: int) -> Mask:
-    """The mask of a BlockMask for `rows` batch rows, from the row and head `first` on."""
-    if isinstance(block_mask, CutBlockMask):
-        return block_mask.whole
-    batch, heads = block_mask.kv_num_blocks.shape[:2]
-    if (batch, heads) == (1, 1) or (first == (0, 0) and batch in (1, rows)):
-        return masks.from_block_mask(block_mask)
-    (row, head), own = first, block_mask.mask_mod
-    return masks.mask_mod(
-        lambda b, h, q_idx, kv_idx: own(b + row, h + head, q_idx, kv_idx), rows=rows if batch > 1 else 1
-    )
 
 
 def check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:

@@ -67,7 +67,39 @@ def cut_over(
     how = layout_of(layout) if layout is not None else Zigzag()
     seen = mask.current() if isinstance(mask, Mask) else mask
     keys = other_keys(kv_len, kv_layout, how, alone=other_keys_alone)
-    return _cut_over(comm_of(mesh), seq_len, seen, how, exchange or _state.get().exchange, keys, cluster)
+    comm, ways = comm_of(mesh), (exchange or _state.get().exchange, keys, cluster)
+    cut = _cut_over(comm, seq_len, seen, how, *ways)
+    if seen is not None:
+        _last_cuts(comm, how, *ways)[:] = [cut]
+    return cut
+
+
+def plan_ahead(
+    mesh: DeviceMesh,
+    seq_len: int,
+    *,
+    mask: Mask,
+    layout: Layout | str | None = None,
+    exchange: Exchange | str | None = None,
+    cluster: Cluster | str | None = None,
+) -> None:
+    """Have planned, in a helper process, what a scope with this mask will need, if one with another mask was opened
+    before: by that it is known which calls are made. Local."""
+    how = layout_of(layout) if layout is not None else Zigzag()
+    for cut in _last_cuts(comm_of(mesh), how, exchange or _state.get().exchange, None, cluster):
+        cut.plan_ahead(mask.current(), seq_len)
+
+
+@kept_by_mesh(16)
+def _last_cuts(
+    comm: MeshComm,
+    layout: Layout,
+    exchange: Exchange | str,
+    keys: OtherKeys | None,
+    cluster: Cluster | str | None,
+) -> list[CutSequence]:
+    """The sequence with a mask of its own that was cut last, if there was one."""
+    return []
 
 
 @kept_by_mesh(64)
