@@ -1,6 +1,8 @@
-"""`longmesh doctor` on two ranks: its table, its files, its exit codes."""
+"""`longmesh doctor`: its table, its files, its exit codes."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 
@@ -14,21 +16,20 @@ from longmesh.cli.main import main
 from longmesh.plan.cluster import Cluster
 
 
-def test_two_ranks(tmp_path):
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def test_two_ranks_of_torchrun(tmp_path):
+    """Ranks that it starts itself, and hybrid exchanges: tests/soak/test_doctor.py."""
     report, saved = tmp_path / "doctor.json", tmp_path / "cluster.json"
-    command = [
-        sys.executable,
-        "-m",
-        "longmesh",
-        "doctor",
-        "--ranks",
-        "2",
-        "--json",
-        str(report),
-        "--save",
-        str(saved),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command = [*launcher, "-m", "longmesh", "doctor", "--json", str(report), "--save", str(saved)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing is wrong" in done.stdout
     found = json.loads(report.read_text())
@@ -56,6 +57,7 @@ def test_two_ranks(tmp_path):
     assert cluster.measured and [level.name for level in cluster.levels] == ["device", "node"]
     assert {rate.op for rate in cluster.rates} == {"matmul", "attention", "attention_backward"}
     assert cluster.levels[1].link_of("send").time_us(1 << 20) > 0
+    assert {rate.kind for rate in cluster.rates} == {"full", "causal", "window"} and cluster.pass_us > 0
 
 
 def test_a_problem_is_told(capsys):
@@ -94,6 +96,9 @@ def test_arguments_that_are_wrong(arguments, text, capsys):
 
 def test_ranks_of_a_launcher(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(["doctor", "--save", "x.json"]) == 2
+    assert "--save needs 2 ranks at least" in capsys.readouterr().err
     assert main(["doctor", "--ranks", "2"]) == 2
     assert "--ranks 2: the ranks are torchrun's here, leave it out" in capsys.readouterr().err
 

@@ -61,7 +61,8 @@ def find_problem(options: argparse.Namespace, under_launcher: bool) -> str | Non
         problem = None if path is None else find_file_problem(path)
         if problem is not None:
             return f"{name} {path or repr(path)}: {problem}"
-    if options.save is not None and options.ranks == 1:
+    alone = os.environ.get("WORLD_SIZE") == "1" if under_launcher else options.ranks == 1
+    if options.save is not None and alone:
         return "--save needs 2 ranks at least: links are measured between ranks"
     return None
 
