@@ -7,6 +7,7 @@
     tokens of latents   cut where the model's own plan of context parallelism says, gathered where it says
     self-attention      exact over all tokens: any length on any number of ranks
     cross-attention     each rank's queries to the whole text, which every rank has: nothing is sent
+    joint attention     text and latents are one sequence (Flux): each is cut, and a rank has its part of both
 
 Only hooks of modules are used. Gradients of parameters are this rank's share: their sum over the ranks is the gradient.
 """
@@ -20,12 +21,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh.attention.layout.base import Ownership
+from longmesh.attention.layout.given import Given
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.intercept import AttentionMode
 from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope
 from longmesh.errors import LongmeshError
 
 __all__ = ["Handle", "context_parallel"]
+
+# Inputs of a model that attends to text and latents as one sequence, as its plan names them, by what they belong to.
+_JOINT = {
+    "hidden_states": "latents",
+    "img_ids": "latents",
+    "encoder_hidden_states": "text",
+    "txt_ids": "text",
+}
 
 
 def context_parallel(pipeline_or_transformer: Any, mesh: DeviceMesh) -> Handle:
@@ -79,21 +90,29 @@ def _plan_of(model: nn.Module) -> dict[str, Any]:
             "of context parallelism); use ContextParallel in attention processors of your own"
         )
     cut = {key for inputs in plan.values() if isinstance(inputs, dict) for key in inputs}
-    if "encoder_hidden_states" in cut:
+    if "encoder_hidden_states" in cut and not _is_joint(plan):
         raise LongmeshError(
-            f"longmesh.diffusers.context_parallel: {name} attends to latents and text as one joint sequence, of which "
-            "both parts would be cut; models with self- and cross-attention, such as Wan's, are supported"
+            f"longmesh.diffusers.context_parallel: {name} cuts its text and its latents, and gives more than both to "
+            "its attention; models with self- and cross-attention, such as Wan's, and joint ones, such as Flux, are "
+            "supported"
         )
     return plan
 
 
+def _is_joint(plan: dict[str, Any]) -> bool:
+    """Whether text and latents are cut where the model begins, and nothing else is."""
+    inputs = {name: how for name, how in plan.items() if isinstance(how, dict)}
+    return inputs.keys() == {""} and inputs[""].keys() == _JOINT.keys()
+
+
 class _Model:
-    """The hooks of one transformer. `_cut` is the sequence of the forward that runs."""
+    """The hooks of one transformer. `_cuts` are the sequences of the forward that runs, by what they are of."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, plan: dict[str, Any], handle: Handle) -> None:
         self._mesh = mesh
         self._name = type(model).__name__
-        self._cut: CutSequence | None = None
+        self._is_joint = _is_joint(plan)
+        self._cuts: dict[str, CutSequence] = {}
         self._opened: list[AttentionMode | None] = []
         handle.add(model.register_forward_pre_hook(self._begin))
         for name, how in plan.items():
@@ -110,28 +129,49 @@ class _Model:
                 handle.add(module.register_forward_hook(self._after_attention, always_call=True))
 
     def _begin(self, *_: Any) -> None:
-        self._cut = None
+        self._cuts = {}
 
-    def _part(self, tensor: Any, where: Any) -> Any:
+    def _part(self, tensor: Any, where: Any, name: Any) -> Any:
         """This rank's tokens of a tensor, if it is one that has tokens there."""
-        if not isinstance(tensor, Tensor) or where.expected_dims not in (None, tensor.ndim):
+        if not isinstance(tensor, Tensor):
             return tensor
-        length = tensor.shape[where.split_dim]
-        if self._cut is None:
-            self._cut = cut_over(self._mesh, length, layout="contiguous")
-        if self._cut.seq_len != length:
+        if where.expected_dims not in (None, tensor.ndim):
+            if self._is_joint:
+                raise LongmeshError(
+                    f"longmesh.diffusers: {name} of {self._name} has {tensor.ndim} dims; its plan of context "
+                    f"parallelism cuts it with {where.expected_dims}, so give it with as many"
+                )
+            return tensor
+        length, kind = tensor.shape[where.split_dim], _JOINT[name] if self._is_joint else "latents"
+        if kind not in self._cuts:
+            self._cuts[kind] = cut_over(self._mesh, length, layout="contiguous")
+        cut = self._cuts[kind]
+        if cut.seq_len != length:
             raise LongmeshError(
-                f"longmesh.diffusers: {self._name} cuts sequences of {self._cut.seq_len} and of {length} tokens in one "
+                f"longmesh.diffusers: {self._name} cuts sequences of {cut.seq_len} and of {length} tokens in one "
                 "forward; models whose latents are one sequence are supported"
             )
-        return self._cut.lead.shard(tensor, where.split_dim)
+        return cut.lead.shard(tensor, where.split_dim)
+
+    def _attended(self) -> CutSequence | None:
+        """The sequence that attention runs over: that of the latents, or text and latents as one."""
+        cuts = [self._cuts[kind] for kind in ("text", "latents") if kind in self._cuts]
+        if not self._is_joint or len(cuts) < 2:
+            return self._cuts.get("latents")
+        starts = (0, cuts[0].seq_len)
+        pieces: list[list[tuple[int, int]]] = [[] for _ in range(self._mesh.size())]
+        for start, cut in zip(starts, cuts, strict=True):
+            for rank, spans in enumerate(cut.lead.plan.rows[0].ownership.pieces):
+                pieces[rank] += [(start + a, start + b) for a, b in spans]
+        owned = Ownership(sum(cut.seq_len for cut in cuts), tuple(tuple(spans) for spans in pieces))
+        return cut_over(self._mesh, owned.seq_len, layout=Given(owned))
 
     def _cut_inputs(self, how: dict[str, Any]) -> Callable[..., Any]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = inspect.signature(module.forward).bind(*args, **kwargs)
             for name, where in how.items():
                 if name in given.arguments:
-                    given.arguments[name] = self._part(given.arguments[name], where)
+                    given.arguments[name] = self._part(given.arguments[name], where, name)
             return given.args, given.kwargs
 
         return before
@@ -140,29 +180,29 @@ class _Model:
         def after(_module: nn.Module, _args: Any, output: Any) -> Any:
             found = [output] if isinstance(output, Tensor) else list(output)
             for number, where in how.items():
-                found[number] = self._part(found[number], where)
+                found[number] = self._part(found[number], where, number)
             return found[0] if isinstance(output, Tensor) else tuple(found)
 
         return after
 
     def _gather(self, where: Any) -> Callable[..., Any]:
         def after(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            assert self._cut is not None, "what is gathered was cut before"
-            return self._cut.lead.unshard(output, where.gather_dim)
+            return self._cuts["latents"].lead.unshard(output, where.gather_dim)
 
         return after
 
     def _before_attention(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Self-attention runs over the whole sequence; cross-attention has its keys whole on every rank."""
+        """Self- and joint attention run over the whole sequence; cross-attention has its keys whole on every rank."""
         self._opened.append(None)
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        if given.get("encoder_hidden_states") is None and self._cut is not None:
+        cut = self._attended()
+        if cut is not None and (self._is_joint or given.get("encoder_hidden_states") is None):
             if given.get("attention_mask") is not None:
                 raise LongmeshError(
                     f"longmesh.diffusers: {self._name} gives its self-attention a mask; leave the mask out, or use "
                     "ContextParallel in attention processors of your own"
                 )
-            self._opened[-1] = open_scope(self._cut)
+            self._opened[-1] = open_scope(cut)
 
     def _after_attention(self, *_: Any) -> None:
         mode = self._opened.pop()

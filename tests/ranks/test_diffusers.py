@@ -14,7 +14,13 @@ from longmesh.testing.mesh import cpu_mesh
 
 pytest.importorskip("diffusers", reason="the extra diffusers is not installed")
 
-from diffusers import FluxTransformer2DModel, UNet2DModel, WanTransformer3DModel
+from diffusers import (
+    Flux2Transformer2DModel,
+    FluxTransformer2DModel,
+    QwenImageTransformer2DModel,
+    UNet2DModel,
+    WanTransformer3DModel,
+)
 
 
 def tiny_wan() -> nn.Module:
@@ -60,17 +66,87 @@ def test_self_and_cross_attention_are_exact(pool, ranks):
     assert pool.run(check, ranks, ranks=ranks, timeout=120.0) == [3] * ranks
 
 
+def tiny_flux(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {
+        "patch_size": 1,
+        "in_channels": 4,
+        "num_layers": 2,
+        "num_single_layers": 1,
+        "attention_head_dim": 8,
+    }
+    sizes |= {"num_attention_heads": 2, "joint_attention_dim": 16}
+    if kind == "flux":
+        return FluxTransformer2DModel(**sizes, pooled_projection_dim=8, axes_dims_rope=(2, 2, 4)).double()
+    return Flux2Transformer2DModel(
+        **sizes, axes_dims_rope=(2, 2, 2, 2), timestep_guidance_channels=16
+    ).double()
+
+
+def run_joint(kind: str, model: nn.Module, latents: int, text: int) -> list[torch.Tensor]:
+    """The output, and the gradients of the latents, the text and the parameters."""
+    torch.manual_seed(1)
+    x = torch.randn(1, latents, 4, dtype=torch.float64, requires_grad=True)
+    words = torch.randn(1, text, 16, dtype=torch.float64, requires_grad=True)
+    axes = 3 if kind == "flux" else 4
+    given = {
+        "img_ids": torch.arange(latents * axes).view(latents, axes).double() % 7,
+        "txt_ids": torch.zeros(text, axes, dtype=torch.float64),
+        "timestep": torch.tensor([0.5], dtype=torch.float64),
+    }
+    if kind == "flux2":
+        given |= {name: given[name][None] for name in ("img_ids", "txt_ids")}
+    if kind == "flux":
+        given["pooled_projections"] = torch.randn(1, 8, dtype=torch.float64)
+    else:
+        given["guidance"] = torch.tensor([2.0], dtype=torch.float64)
+    out = model(hidden_states=x, encoder_hidden_states=words, return_dict=False, **given)[0]
+    loss = (out * torch.randn(out.shape, dtype=out.dtype)).sum()
+    wanted = [x, words, *(p for p in model.parameters() if p.requires_grad)]
+    return [out.detach(), *(g for g in torch.autograd.grad(loss, wanted, allow_unused=True) if g is not None)]
+
+
+def check_joint(ranks: int, kind: str) -> int:
+    model = tiny_flux(kind)
+    cases = [(13, 7), (6, 6), (5, 1), (1, 4)]  # a text, or latents, of fewer tokens than ranks
+    for latents, text in cases:
+        want = run_joint(kind, model, latents, text)
+        handle = longmesh.diffusers.context_parallel(model, cpu_mesh(ranks))
+        got = run_joint(kind, model, latents, text)
+        for grad in got[1:]:
+            torch.distributed.all_reduce(grad)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # some of the model is float32
+        with pytest.raises(
+            LongmeshError, match=r"img_ids of .* has 4 dims; its plan of context parallelism cuts it"
+        ):
+            model(
+                torch.zeros(1, 3, 4),
+                torch.zeros(1, 2, 16),
+                img_ids=torch.zeros(1, 1, 3, 4),
+                return_dict=False,
+            )
+        handle.remove()
+    return len(cases)
+
+
+@pytest.mark.parametrize("kind", ["flux", "flux2"])
+def test_joint_attention_of_text_and_latents_is_exact(pool, kind):
+    for ranks in (2, 3):
+        assert pool.run(check_joint, ranks, kind, ranks=ranks, timeout=120.0) == [4] * ranks
+
+
 def refuse() -> list[str]:
-    flux = FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=(2, 2, 4),
+    qwen = QwenImageTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=8,
+        axes_dims_rope=(2, 2, 4),
     )  # fmt: skip
     unet = UNet2DModel(
         sample_size=8, block_out_channels=(8,), down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",),
         norm_num_groups=4,
     )  # fmt: skip
     said = []
-    for model in (flux, unet, nn.Linear(2, 2)):
+    for model in (qwen, unet, nn.Linear(2, 2)):
         try:
             longmesh.diffusers.context_parallel(model, cpu_mesh(2))
         except LongmeshError as error:
@@ -80,7 +156,7 @@ def refuse() -> list[str]:
 
 def test_what_is_not_supported_is_refused_by_name(pool):
     for joint, planless, no_model in pool.run(refuse, ranks=2, timeout=60.0):
-        assert "FluxTransformer2DModel attends to latents and text as one joint sequence" in joint
+        assert "QwenImageTransformer2DModel cuts its text and its latents, and gives more than both" in joint
         assert "UNet2DModel does not say where its sequence can be cut" in planless
         assert "Linear is neither a transformer of diffusers nor a pipeline that has one" in no_model
 
