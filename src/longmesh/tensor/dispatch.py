@@ -99,7 +99,9 @@ class Dispatcher(PlanMaker):
         except TypeError:  # symbolic sizes don't hash
             plan = key = None
         if type(plan) is not OpPlan:
-            return self._first_time(table, lead, key, args, kwargs or {})
+            plan = self._first_time(table, lead, key, args, kwargs or {})
+            if type(plan) is not OpPlan:
+                return plan
         call = plan.plain
         if call is None:
             return self._run(plan, func, args, kwargs or {})
@@ -111,10 +113,6 @@ class Dispatcher(PlanMaker):
         result._local_tensor = local
         result._tensor_layout = known
         return result
-
-    def __call__(self, func: OpOverload, *args: Any) -> Any:
-        """An op on DTensors, as from torch."""
-        return self.from_torch(func, (), args)
 
     def _table(self, func: OpOverload) -> OpTable:
         table = self.tables[id(func)] = OpTable(func, self.notes.get(func))
@@ -132,10 +130,12 @@ class Dispatcher(PlanMaker):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A call whose like was not seen."""
+        """The plan of a call whose like was not seen; the result of one that runs as another call."""
         func = table.func
         note = None if table.note is None else (table.note(func, args, kwargs),)
-        plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
+        plain = []
+        if kwargs or table.form == GENERAL:
+            plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
         is_mixed = func in self.mixed
         if is_mixed and is_split(args, kwargs):
             return run_split(self.from_torch, func, args, kwargs)
@@ -147,7 +147,8 @@ class Dispatcher(PlanMaker):
             if note is None:
                 return self.from_torch(func, (), args, kwargs)
             key = table.key(args, kwargs)
-        return self._run(self._find(table, lead, key, args, kwargs, note), func, args, kwargs)
+            return self._run(self._find(table, lead, key, args, kwargs, note), func, args, kwargs)
+        return self._find(table, lead, key, args, kwargs, note)
 
     def _run(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.needs_values and dispatch_mode_count():
@@ -190,7 +191,7 @@ class Dispatcher(PlanMaker):
         note: tuple[Any] | None,
     ) -> OpPlan:
         """Make a plan, from the recipe of others like it if there is one, and keep it."""
-        layouts = [t._tensor_layout for t in dtensors_of(args, kwargs)]
+        layouts = [lead, *[part for part in key or () if type(part) is TensorLayout]]
         is_symbolic = any(own.is_symbolic for own in layouts)
         kinds: tuple[Any, ...] | None = None
         plan = None

@@ -36,6 +36,7 @@ from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.view_route import check_view
 
 if TYPE_CHECKING:
+    from longmesh.tensor.sending_steps import Reduced
     from longmesh.tensor.view_origin import ViewOrigin
 
 aten = torch.ops.aten
@@ -64,7 +65,7 @@ class DTensor(torch.Tensor):
     # The mask of a pending lookup (a MaskPartial layout); few tensors have one, so it is not a slot.
     _lookup: PendingLookup | None = None
     # The reduced value of a pending tensor, once an op that must not reduce it twice has (steps.Reduced).
-    _reduced: Any = None
+    _reduced: Reduced | None = None
     # Where a view that had to be copied comes from; no slot either.
     _origin: ViewOrigin | None = None
 

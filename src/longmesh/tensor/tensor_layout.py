@@ -152,9 +152,12 @@ def _make(comm: MeshComm, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorL
     held.layout, held.shape, held.stride, held.dtype, held.reduced, held.is_copied_view = key
     held.is_symbolic = is_symbolic
     held.face_stride = held.stride if is_symbolic or held.stride != contiguous_stride(held.shape) else None
-    held.is_sharded_inside = any(0 < dim < len(held.shape) - 1 for dim in held.layout.shard_dims)
-    held.is_expanded = not is_symbolic and any(
-        step == 0 and size > 1 for size, step in zip(held.shape, held.stride, strict=True)
+    last = len(held.shape) - 1
+    held.is_sharded_inside = bool([dim for dim in held.layout.shard_dims if 0 < dim < last])
+    held.is_expanded = (
+        not is_symbolic
+        and 0 in held.stride
+        and any(step == 0 and size > 1 for size, step in zip(held.shape, held.stride, strict=True))
     )
     held.routes = {}
     held.plans = {}
@@ -163,7 +166,7 @@ def _make(comm: MeshComm, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorL
     held.make = functools.partial(
         make_wrapper, kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided
     )
-    held.has_lookup = any(isinstance(p, MaskPartial) for p in held.layout.placements)
+    held.has_lookup = MaskPartial in map(type, held.layout.placements)
     held.kind = Kind() if is_symbolic else _kind(held)
     return held
 
