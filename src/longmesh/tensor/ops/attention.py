@@ -1,8 +1,8 @@
 """Attention on DTensors whose tokens are sharded: the engine moves keys, and no rank holds them all.
 
-    q, k, v   (batch, heads, tokens, head dim), all cut alike: tokens by some axes, batch or heads by others
+    q, k, v   (batch, heads, tokens, head dim), all sharded alike: tokens by some axes, batch or heads by others
 
-Each rank attends with its own heads and batch rows, over the axes that cut tokens. What the engine's plan does not
+Each rank attends with its own heads and batch rows, over the axes that shard tokens. What the engine's plan does not
 cover (a mask tensor, dropout, keys in another layout than queries) runs by the op's rule. CUDA's ops have further
 outputs, of which only their own backwards make use.
 """
@@ -128,8 +128,8 @@ def _group_has_tokens(query: Planned) -> bool:
 
 
 def _is_ours(given: dict[str, Any]) -> bool:
-    """Whether all tensors are cut alike, tokens among the dims; a gradient is brought there. A function of what a plan
-    depends on."""
+    """Whether all tensors are sharded alike, tokens among the dims; a gradient is redistributed to that. A function of
+    what a plan depends on."""
     tensors = [given[name] for name in ("query", "key", "value", "out", "logsumexp") if name in given]
     mask = given["attn_mask"] if "attn_mask" in given else given.get("attn_bias")
     if mask is not None or given["dropout_p"] or not all(isinstance(t, Planned) for t in tensors):

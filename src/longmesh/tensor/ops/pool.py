@@ -48,8 +48,8 @@ class Pool:
 
     def inner_padding(self, borders: Sequence[Border]) -> list[int]:
         """What the local call pads: nothing along a sharded dim, where it was done by hand."""
-        cut = [border.dim for border in borders]
-        return [0 if dim in cut else self.padding[i] for i, dim in enumerate(self.slides)]
+        sharded = [border.dim for border in borders]
+        return [0 if dim in sharded else self.padding[i] for i, dim in enumerate(self.slides)]
 
 
 def _of_each(value: Any, n: int) -> list[int]:
