@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from longmesh import hf
+from longmesh.attention import masks
 from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
 
@@ -71,6 +72,11 @@ def changed(model: Any) -> Any:
     call(model)
     model.set_attn_implementation("eager")
     return model
+
+
+def too_short(model: Any) -> Any:
+    with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS[:, :1]}, mask=masks.causal()) as part:
+        return model(**part)
 
 
 def generate(model: Any) -> Any:
@@ -139,8 +145,12 @@ def refused_calls() -> dict[str, tuple[Callable[[], Any], str]]:
             lambda: call(make("llama"), {"input_ids": IDS, "shift_labels": IDS}),
             "give labels, which are shifted before the cut",
         ),
-        "one token": (
-            lambda: call(make("llama"), {"input_ids": IDS[:, :1]}),
+        "no token": (
+            lambda: call(make("llama"), {"input_ids": IDS[:, :0]}),
+            "seq_len=0: must be at least 1",
+        ),
+        "one token and a mask": (
+            lambda: too_short(make("llama")),
             "1 tokens over 2 ranks leave rank 1 none; pad rows to 2 tokens",
         ),
     }

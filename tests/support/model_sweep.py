@@ -2,6 +2,7 @@
 
 Batches of 2 rows of 37 tokens: plain, packed documents, padding on the right, padding on the left. Packed rows are
 compared with one process on the same batch, and if that does not keep documents apart, with the documents one by one.
+"few" has 2 tokens a row.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ class Outcome(NamedTuple):
 
 
 def make_batch(what: str) -> dict[str, Tensor]:
-    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    length = 2 if what == "few" else LENGTH
+    ids = torch.randint(3, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
-    labels[:, 3] = -100
+    labels[:, 3:4] = -100
     batch = {"input_ids": ids, "labels": labels}
     if what == "packed":
         rows = [[11, 20, 6], [1, 36]]

@@ -25,14 +25,16 @@ class OpenBatch:
     """A batch that is cut by `cut`; what it holds is whole, (rows, tokens), but `local_positions`.
 
     `positions`: counted, if the batch gave none. `types`: of tokens, for masks that depend on them. `decoder`: the
-    modules that see this rank's tokens only, None if all of a model's do.
+    modules that see this rank's tokens only, None if all of a model's do. `num_given`: tokens of a row, but for those
+    that were added so that every rank has some.
     """
 
-    def __init__(self, cut: CutSequence, given: WholeBatch, batch: Mapping[str, Any]) -> None:
+    def __init__(self, cut: CutSequence, given: WholeBatch, batch: Mapping[str, Any], num_given: int) -> None:
         self.cut, self.tokens, self.embeds = cut, given.ids, given.embeds
         self.padding, self.is_packed, self.features = given.padding, given.is_packed, given.features
         self.types = batch[given.types[0]] if given.types else None
         self.decoder: frozenset[nn.Module] | None = None
+        self.num_given = num_given
         self._given = given
         self._blocks: dict[Callable[[Tensor], Tensor], masks.Mask] = {}
         self._recurrent: dict[tuple[bool, bool], RecurrentParallel] = {}

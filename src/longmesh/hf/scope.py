@@ -88,6 +88,8 @@ def context_parallel(
     A model is looked at before its first step: a layer that mixes tokens in a way that can't be cut is refused by name.
     `unknown="gather"` runs such layers on the whole sequence, on every rank, and warns of the memory.
 
+    Rows of fewer than two tokens a rank are padded on the right.
+
     Recurrent layers need each rank's tokens in one stretch: give the `model`, so that its batch is laid out in order
     ("ordered") if it has such layers. `cluster`: the machine that plans are made for; the mesh's own if not given.
 
@@ -98,18 +100,12 @@ def context_parallel(
     """
     if unknown not in ("refuse", "gather"):
         raise LongmeshError(f"hf.context_parallel(unknown={unknown!r}): give 'refuse' or 'gather'")
-    given = WholeBatch.of(batch, cu_seqlens)
     layout = _layout_for(layout, model)
-    cut = cut_over(
-        mesh,
-        given.ids.shape[1],
-        mask=given.visible(batch, mask),
-        layout=layout,
-        exchange=exchange,
-        cluster=cluster,
+    length = WholeBatch.of(batch, cu_seqlens).ids.shape[1]
+    batch, given, cut = _cut(
+        mesh, batch, cu_seqlens=cu_seqlens, mask=mask, layout=layout, exchange=exchange, cluster=cluster
     )
-    _refuse_empty(cut)
-    whole = OpenBatch(cut, given, batch)
+    whole = OpenBatch(cut, given, batch, length)
     part = whole.part(batch)
     handlers: dict[Callable[..., Any], Callable[..., Any]] = {
         **HANDLERS,
@@ -129,11 +125,36 @@ def context_parallel(
         close_scope(mode)
 
 
-def _refuse_empty(cut: CutSequence) -> None:
-    """A model may fail on no tokens, on one rank alone."""
-    counts = cut.lead.plan.rows[0].ownership.counts
-    if min(counts) == 0:
-        raise LongmeshError(
-            f"hf.context_parallel: {cut.seq_len} tokens over {len(counts)} ranks leave rank {counts.index(0)} none; "
-            f"pad rows to {len(counts)} tokens or more, with labels of -100 and attention_mask 0"
+def _cut(
+    mesh: DeviceMesh,
+    batch: Mapping[str, Any],
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None,
+    mask: masks.Mask | None,
+    layout: Layout | str | None,
+    exchange: Exchange | str | None,
+    cluster: Cluster | str | None,
+) -> tuple[Mapping[str, Any], WholeBatch, CutSequence]:
+    """The batch and how it is cut. A short batch is padded: a model may fail on no tokens, and take one token for a
+    step of decoding, on one rank alone."""
+    while True:
+        given = WholeBatch.of(batch, cu_seqlens)
+        length = given.ids.shape[1]
+        cut = cut_over(
+            mesh,
+            length,
+            mask=given.visible(batch, mask),
+            layout=layout,
+            exchange=exchange,
+            cluster=cluster,
         )
+        counts = cut.lead.plan.rows[0].ownership.counts
+        can_pad = cu_seqlens is None and mask is None and given.can_be_padded and length < 4 * len(counts)
+        if min(counts) > 1 or (min(counts) == 1 and (len(counts) == 1 or not can_pad)):
+            return batch, given, cut
+        if not can_pad:
+            raise LongmeshError(
+                f"hf.context_parallel: {length} tokens over {len(counts)} ranks leave rank {counts.index(0)} none; "
+                f"pad rows to {len(counts)} tokens or more, with labels of -100 and attention_mask 0"
+            )
+        batch = given.padded(batch, max(2 * len(counts), 2 * length))

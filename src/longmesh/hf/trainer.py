@@ -33,6 +33,7 @@ from longmesh.hf.accelerator import MeshAccelerator, axis_size, same_batch, sum_
 from longmesh.hf.batch import scope_arguments
 from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.loop import plain_model, set_attention
+from longmesh.hf.open_batch import current_batch
 from longmesh.hf.private import TrainerHooks, shifts_labels
 from longmesh.hf.scope import context_parallel
 from longmesh.plan import Cluster
@@ -265,13 +266,13 @@ class Trainer(TrainerHooks, transformers.Trainer):
 
 def whole_outputs(outputs: Any) -> Any:
     """A model's outputs with what has this rank's tokens in dim 1 gathered, in token order. Collective."""
-    cut = current_cut()
-    assert cut is not None, "inside a scope"
+    cut, batch = current_cut(), current_batch()
+    assert cut is not None and batch is not None, "inside a scope"
 
     def whole(value: Any) -> Any:
         if isinstance(value, Tensor):
             has_tokens = value.ndim > 2 and value.shape[1] == cut.num_tokens
-            return cut.lead.unshard(value, 1) if has_tokens else value
+            return cut.lead.unshard(value, 1)[:, : batch.num_given] if has_tokens else value
         if isinstance(value, tuple | list):
             return type(value)(whole(part) for part in value)
         return value

@@ -78,6 +78,28 @@ class WholeBatch:
     def is_packed(self) -> bool:
         return self.cu_seqlens is not None or bool((self.in_order.diff(dim=1) != 1).any())
 
+    @property
+    def can_be_padded(self) -> bool:
+        return (
+            not self.features and self.ids.shape[1] > 0 and (self.padding is None or self.padding.ndim == 2)
+        )
+
+    def padded(self, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
+        """The batch with padding on the right, up to `length` tokens."""
+        missing = length - self.ids.shape[1]
+        mask = torch.ones_like(self.ids) if self.padding is None else self.padding
+        found = {**batch, "attention_mask": torch.nn.functional.pad(mask, (0, missing))}
+        for name in ("input_ids", "labels", *self.types):
+            if isinstance(batch.get(name), Tensor):
+                value = -100 if name == "labels" else 0
+                found[name] = torch.nn.functional.pad(batch[name], (0, missing), value=value)
+        if self.embeds is not None:
+            found["inputs_embeds"] = torch.nn.functional.pad(self.embeds, (0, 0, 0, missing))
+        if self.positions is not None:
+            later = torch.arange(1, missing + 1, device=self.ids.device)
+            found["position_ids"] = torch.cat([self.positions, self.positions[..., -1:] + later], -1)
+        return found
+
     def visible(self, batch: Mapping[str, Any], mask: masks.Mask | None) -> masks.Mask | None:
         """What attention may see, None if everything."""
         seen = visible(batch, self.in_order, self.cu_seqlens)
