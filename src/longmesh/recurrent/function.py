@@ -15,16 +15,18 @@ Shapes: N chunks of this rank, B batch, then the state's dims.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longmesh.errors import LongmeshError
-from longmesh.recurrent.chain import Chain, Incoming
+from longmesh.recurrent.chain import Chain
 from longmesh.recurrent.chunks import Chunks
 from longmesh.recurrent.kernel.form import Kernel
-from longmesh.recurrent.transition import Transitions
+from longmesh.recurrent.transition import Algebra, Transitions
+
+Segments = list[tuple[slice, Chunks]]
 
 
 def run(
@@ -59,28 +61,64 @@ def _last_state(transitions: Transitions, updates: Tensor, state: Tensor | None)
     return state
 
 
+class _Found(NamedTuple):
+    """Of all chunks: T, the states that enter, what readings keep; outputs by segment; the state after the last."""
+
+    values: Tensor
+    algebra: Algebra
+    states: Tensor
+    kept: list[Tensor]
+    outputs: list[Tensor]
+    last: Tensor
+
+
+def _by_exchange(
+    kernel: Kernel, chain: Chain, segments: Segments, entering: Tensor | None, inputs: Sequence[Tensor]
+) -> _Found:
+    """This rank's map goes on its way before anything is read. Collective."""
+    forms = [kernel.form(_take(inputs, where), part) for where, part in segments]
+    values = torch.cat([form.transitions.values for form in forms])
+    transitions = Transitions(values, forms[0].transitions.algebra)
+    updates = torch.cat([form.updates for form in forms])
+    own = _last_state(transitions, updates, entering)
+    incoming = chain.start(transitions.whole(), own, algebra=transitions.algebra)
+    readings = [form.reading() for form in forms]
+    states, last = _scan(transitions, updates, incoming.wait(), entering)
+    outputs = [reading.outputs(states[where]) for reading, (where, _) in zip(readings, segments, strict=True)]
+    kept = [reading.kept for reading in readings if reading.kept is not None]
+    return _Found(values, transitions.algebra, states, kept, outputs, last)
+
+
+def _one_after_another(
+    kernel: Kernel, chain: Chain, segments: Segments, entering: Tensor | None, inputs: Sequence[Tensor]
+) -> _Found:
+    """Nothing arrives, so each segment is finished before the next, while what it has made is in the caches."""
+    maps, states, outputs, kept = [], [], [], []
+    for where, part in segments:  # a rank has at least one, of padding if it has no token
+        form = kernel.form(_take(inputs, where), part)
+        found, entering = _scan(form.transitions, form.updates, None, entering)
+        reading = form.reading()
+        maps.append(form.transitions)
+        states.append(found)
+        outputs.append(reading.outputs(found))
+        kept += [] if reading.kept is None else [reading.kept]
+    assert entering is not None
+    values = torch.cat([m.values for m in maps])
+    return _Found(values, maps[0].algebra, torch.cat(states), kept, outputs, entering)
+
+
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, kernel: Kernel, chain: Chain, chunks: Chunks, initial: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        segments = list(_segments(kernel, chunks))
-        forms = [kernel.form(_take(inputs, where), part) for where, part in segments]
-        values = torch.cat([form.transitions.values for form in forms])
-        transitions = Transitions(values, forms[0].transitions.algebra)
-        updates = torch.cat([form.updates for form in forms])
         entering = initial if chain.rank == 0 else None
-        incoming = _start(chain, transitions, updates, entering)
-        readings = [form.reading() for form in forms]
-        states, last = _scan_forward(transitions, updates, entering, incoming)
-        outputs = [
-            reading.outputs(states[where]) for reading, (where, _) in zip(readings, segments, strict=True)
-        ]
-        kept = [reading.kept for reading in readings if reading.kept is not None]
+        compute = _by_exchange if chain.plan.crosses else _one_after_another
+        found = compute(kernel, chain, list(_segments(kernel, chunks)), entering, inputs)
         ctx.kernel, ctx.chain, ctx.chunks, ctx.has_initial = kernel, chain, chunks, initial is not None
-        ctx.algebra, ctx.num_kept = transitions.algebra, len(kept)
-        ctx.save_for_backward(values, states, *kept, *inputs)
-        return torch.cat(outputs), last
+        ctx.algebra, ctx.num_kept = found.algebra, len(found.kept)
+        ctx.save_for_backward(found.values, found.states, *found.kept, *inputs)
+        return torch.cat(found.outputs), found.last
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -142,22 +180,11 @@ def _differentiate(
     return torch.autograd.grad((outputs, leaving), leaves, (grad_outputs, arriving))
 
 
-def _start(
-    chain: Chain, transitions: Transitions, updates: Tensor, entering: Tensor | None
-) -> Incoming | None:
-    """Send this rank's map on its way, if any document connects two ranks. Collective."""
-    if not chain.plan.crosses:
-        return None
-    own = _last_state(transitions, updates, entering)
-    return chain.start(transitions.whole(), own, algebra=transitions.algebra)
-
-
-def _scan_forward(
-    transitions: Transitions, updates: Tensor, entering: Tensor | None, incoming: Incoming | None
+def _scan(
+    transitions: Transitions, updates: Tensor, arrived: Tensor | None, entering: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The states that enter the chunks, and the one that leaves the last. Collective."""
-    state = None if incoming is None else incoming.wait()
-    state = torch.zeros_like(updates[0]) if state is None else state
+    """The states that enter the chunks, and the one that leaves the last."""
+    state = torch.zeros_like(updates[0]) if arrived is None else arrived
     if entering is not None:
         state = state + entering
     states = torch.empty_like(updates)
