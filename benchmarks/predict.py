@@ -1,6 +1,6 @@
 """Predicted against measured times of attention calls on CPU ranks, over masks, layouts, exchanges and lengths.
 
-    python benchmarks/predict.py [--ranks 2 4] [--repeat 3] [--results predict.json]
+    python benchmarks/predict.py [--ranks 2 4] [--repeat 6] [--results predict.json]
 
 The cluster is measured first, by the same ranks: what `longmesh doctor --save` writes. Each case is a forward and a
 backward, 8 heads of 64 in fp32; the cases of a mask and a length run in turn, after one turn to warm up. `measured` is
@@ -39,7 +39,7 @@ MASKS = {
 }
 EXCHANGES = ("sparse", "ring", "allgather", "ulysses", "hybrid")  # hybrid: on two axes
 LAYOUTS = ("contiguous", "zigzag", "solve")
-LENGTHS = (1024, 3000)
+LENGTHS = (1024, 2000)
 
 
 def measure(num_ranks: int) -> Cluster:
@@ -148,7 +148,7 @@ def judge(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted against measured times of attention calls.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=6)
     parser.add_argument(
         "--results", type=Path, help="keep what was measured there, and go on with what is missing"
     )

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh.attention import masks
 from longmesh.attention.engine.context_parallel import ContextParallel
+from longmesh.attention.exchange.allgather import AllGather
 from longmesh.attention.kernel.base import Gradients, Kernel, Score, Work, finish, zero_like
 from longmesh.attention.kernel.choose import choose, need_of
 from longmesh.attention.mask.block import Block
@@ -64,8 +67,9 @@ def measure_cluster(
     levels = _of_first(clock, levels)
     rates = [rate for tile in tiles for rate in _matmul_rates(clock, tile, dtype)]
     rates += [rate for shape in _shapes(tiles) for rate in _rates(clock, shape, dtype)]
-    tile = _Tile(clock, Block(0, tiles[-1], 0, tiles[-1]), tiles[-1], tiles[-1], HEADS, dtype)
-    return Cluster(
+    size = tiles[-2]
+    tile = _Tile(clock, Block(0, size, 0, size), size, size, HEADS, dtype)
+    found = Cluster(
         name,
         tuple(levels),
         tuple(rates),
@@ -74,6 +78,22 @@ def measure_cluster(
         pass_us=_pass_us(clock, dtype),
         crowding=max(1.0, clock.time_us(tile.forward) / clock.alone_us(tile.forward)),
     )
+    return replace(found, transfer_us=_transfer_us(mesh, clock, found, size, dtype))
+
+
+def _transfer_us(mesh: DeviceMesh, clock: Clock, cluster: Cluster, size: int, dtype: torch.dtype) -> float:
+    """What a transfer costs a call besides its link: what one call with one stage takes beyond its prediction. Ranks
+    wait for each other there, and what carries the bytes takes time from what computes."""
+    n = clock.group.size
+    if n == 1 or mesh.ndim > 1:
+        return 0.0
+    how = {"mask": masks.full(), "layout": "contiguous", "exchange": AllGather(), "num_heads": HEADS}
+    cp = ContextParallel(
+        mesh, seq_len=size * n, head_dim=HEAD_DIM, dtype=dtype, cluster=cluster, check=False, **how
+    )
+    q, k, v, dout = (_tokens(size, HEADS, dtype, clock.device).requires_grad_() for _ in range(4))
+    took = clock.time_us(lambda: torch.autograd.grad(cp(q, k, v), (q, k, v), dout))
+    return max(0.0, took - cp.plan.predict().total_us) / 3  # keys twice, gradients once
 
 
 def _of_first(clock: Clock, levels: list[Level]) -> list[Level]:

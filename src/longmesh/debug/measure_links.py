@@ -18,7 +18,8 @@ from longmesh.comm.p2p import start_all_to_all, start_send_receive
 from longmesh.plan.cluster import Level, Link
 
 LOOP_S = 0.006  # what is shorter is repeated until it takes this long: a clock of single calls shows outliers
-LOOPS = 5  # of which the second fastest counts: others are disturbed, by anything else that runs
+LOOPS = 5  # of which the median counts
+FIRST_BYTES, MOST_BYTES = 1 << 20, 1 << 27  # of a transfer that takes as long as computing
 ROWS = (16, 256, 2048, 8192)  # of 8 heads of 64, packed to find out what a copy takes
 
 
@@ -32,12 +33,12 @@ class Clock:
         """Microseconds of a call while every rank makes it: the slowest rank's. Collective."""
         self._loop(run, 1)
         count = max(1, min(100, int(LOOP_S * 1e6 / max(1.0, self._loop(run, 1)))))
-        return sorted(self._loop(run, count) for _ in range(LOOPS))[1]
+        return sorted(self._loop(run, count) for _ in range(LOOPS))[LOOPS // 2]
 
     def alone_us(self, run: Callable[[], object]) -> float:
         """The same while the other ranks wait for the first. Collective; `run` must not be."""
         count = 3 if self.group.rank == 0 else 0
-        return sorted(self._loop(run, count) for _ in range(LOOPS))[1]
+        return sorted(self._loop(run, count) for _ in range(LOOPS))[LOOPS // 2]
 
     def _loop(self, run: Callable[[], object], count: int) -> float:
         self.slowest(0.0)  # the ranks start together
@@ -123,19 +124,29 @@ def measure_copies(clock: Clock, dtype: torch.dtype) -> Link:
 
 
 def measure_overlap(clock: Clock, compute: Callable[[], object]) -> float:
-    """How much of a transfer of 2 MiB hides behind computing."""
+    """How much of a transfer hides behind computing that takes about as long."""
     n, me = clock.group.size, clock.group.rank
     if n == 1:
         return 1.0
-    sent = torch.zeros((1 << 19, 1), device=clock.device)
-    counts = [len(sent) if member == (me + 1) % n else 0 for member in range(n)]
-    coming = [len(sent) if member == (me - 1) % n else 0 for member in range(n)]
+    alone, size = clock.time_us(compute), FIRST_BYTES
+    while True:
+        sent = torch.zeros((size // 4, 1), device=clock.device)
+        counts = [len(sent) if member == (me + 1) % n else 0 for member in range(n)]
+        coming = [len(sent) if member == (me - 1) % n else 0 for member in range(n)]
 
-    def transfer(between: Callable[[], object] = lambda: None) -> None:
-        pending = start_send_receive(sent, send_counts=counts, recv_counts=coming, group=clock.group)
-        between()
-        pending.wait()
+        def transfer(
+            between: Callable[[], object] = lambda: None,
+            sent: Tensor = sent,
+            counts: list[int] = counts,
+            coming: list[int] = coming,
+        ) -> None:
+            pending = start_send_receive(sent, send_counts=counts, recv_counts=coming, group=clock.group)
+            between()
+            pending.wait()
 
-    alone = clock.time_us(compute), clock.time_us(transfer)
+        took = clock.time_us(transfer)  # the same on every rank, and so is what follows from it
+        if took >= alone or size >= MOST_BYTES:
+            break
+        size *= 2
     both = clock.time_us(lambda: transfer(compute))
-    return min(1.0, max(0.0, (sum(alone) - both) / min(alone)))
+    return min(1.0, max(0.0, (alone + took - both) / min(alone, took)))

@@ -112,7 +112,7 @@ class Level:
 @dataclass(frozen=True)
 class Cluster:
     """Levels from the innermost to the outermost, rates of one rank while all compute, and what costs by itself: a
-    kernel call (`call_us`), a pass of attention (`pass_us`).
+    kernel call (`call_us`), a pass of attention (`pass_us`), a transfer of one, beyond its link (`transfer_us`).
 
     `overlap`: how much of a transfer hides behind computing at the same time: 1 where a network card works by itself, 0
     where processes have no core left for it. `crowding`: how much faster a rank computes while the others wait, 2 where
@@ -137,6 +137,7 @@ class Cluster:
     overlap: float = 1.0
     pass_us: float = 0.0
     crowding: float = 1.0
+    transfer_us: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = [math.inf if level.ranks is None else level.ranks for level in self.levels]
@@ -150,9 +151,14 @@ class Cluster:
             raise LongmeshError(
                 f"Cluster {self.name!r}: rates has no Rate('attention', ...), which plans of attention need"
             )
-        if min(self.call_us, self.pass_us) < 0 or not 0 <= self.overlap <= 1 or self.crowding < 1:
+        if (
+            min(self.call_us, self.pass_us, self.transfer_us) < 0
+            or not 0 <= self.overlap <= 1
+            or self.crowding < 1
+        ):
             raise LongmeshError(
-                f"Cluster {self.name!r}: call_us={self.call_us} and pass_us={self.pass_us} must be at least 0, "
+                f"Cluster {self.name!r}: call_us={self.call_us}, pass_us={self.pass_us} and "
+                f"transfer_us={self.transfer_us} must be at least 0, "
                 f"overlap={self.overlap} from 0 to 1, crowding={self.crowding} at least 1"
             )
         object.__setattr__(self, "_tables", {})

@@ -115,7 +115,10 @@ def test_only_a_measured_cluster_does_not_say_that_it_is_not():
         ),
         (lambda: Cluster("x", hosts(4).levels, ()), "which plans of attention need"),
         (lambda: dataclasses.replace(hosts(4), overlap=2.0), "overlap=2.0 from 0 to 1"),
-        (lambda: dataclasses.replace(hosts(4), pass_us=-1.0), "pass_us=-1.0 must be at least 0"),
+        (
+            lambda: dataclasses.replace(hosts(4), pass_us=-1.0),
+            "pass_us=-1.0 and transfer_us=0.0 must be at least 0",
+        ),
         (lambda: dataclasses.replace(hosts(4), crowding=0.5), "crowding=0.5 at least 1"),
         (lambda: named_cluster("tpu"), "cluster='tpu' is not known; use one of cpu, a100, h100"),
     ],

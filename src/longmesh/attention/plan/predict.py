@@ -87,7 +87,8 @@ def _rank_times(plan: AttentionPlan, row: RowPlan, op: RateOp, group: int) -> Ti
     backward = op == "attention_backward"
     kv_heads = sum(mine.kv_heads_of_groups)
     total = _walk(compute, _key_transfers(plan, row, group, kv_heads, backward), plan.cluster.overlap)
-    total += plan.cluster.pass_us + packing_us(plan, row, group, mine.heads, kv_heads, backward)
+    total += plan.cluster.pass_us + _waits_us(plan, row, backward)
+    total += packing_us(plan, row, group, mine.heads, kv_heads, backward)
     total += _query_transfers(plan, row, group, mine.heads, backward)
     if row.shares:
         total = _with_swaps(plan, row, group * plan.inner, total, backward)
@@ -165,6 +166,14 @@ def _key_transfers(plan: AttentionPlan, row: RowPlan, group: int, kv_heads: int,
         least = cluster.levels[_outermost(plan, s)].link_of(way).time_us(0, peers) * len(sizes)
         took[1 : s.last_stage + 1] = np.maximum(took[1 : s.last_stage + 1], least)
     return took
+
+
+def _waits_us(plan: AttentionPlan, row: RowPlan, backward: bool) -> float:
+    """What transfers cost besides their links: keys of each stage, and gradients; queries there and back; of split
+    heads the first group's way and the last one's."""
+    s = row.schedule
+    count = s.last_stage * (1 + backward) + 2 * (len(s.queries) > 0) + 2 * (plan.inner > 1)
+    return count * plan.cluster.transfer_us
 
 
 def packing_us(
