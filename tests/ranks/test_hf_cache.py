@@ -195,6 +195,7 @@ def refusals(ranks: int) -> list[str]:
     attempt(lambda: hf.ShardedCache(AutoConfig.for_model("qwen3_next", num_hidden_layers=4), mesh))
     attempt(lambda: hf.ShardedCache(AutoConfig.for_model("mamba"), mesh))
     attempt(lambda: hf.ShardedCache(AutoConfig.for_model("t5"), mesh))
+    attempt(lambda: hf.ShardedCache(AutoConfig.for_model("llama4_text", num_hidden_layers=4), mesh))
     attempt(lambda: filled().prefill(tiny("llama", "sdpa"), ids))
     attempt(lambda: tiny("llama", "sdpa").generate(ids, past_key_values=filled(), max_new_tokens=2))
     attempt(lambda: filled().prefill(model, prompt(2, 3)))
@@ -216,9 +217,10 @@ def test_refusals(pool):
                 "crop(3): give the number of tokens to take back as a negative number, crop(-n)",
                 "crop(-9): the cache holds 8 tokens",
                 "reorder_cache of one layer of a ShardedCache: its layers share their rows",
-                "qwen3_next has layers of the kind linear_attention, whose states are not cached",
-                "mamba has layers of the kind linear_attention, whose states are not cached over ranks",
+                "qwen3_next has layers of the kind linear_attention, which are not cached over ranks",
+                "mamba has layers of the kind linear_attention, which are not cached over ranks",
                 "t5 has an encoder, whose keys are not cached over ranks",
+                "llama4_text has layers of the kind chunked_attention, which are not cached over ranks; use",
                 "the model's attention is 'sdpa'; call hf.register() and load the model with",
                 "the model computes scaled_dot_product_attention of cached keys, of which this rank holds its own",
                 "2 rows of ids, and the cache holds 1",

@@ -202,7 +202,7 @@ def _windows_of(config: Any) -> list[int | None]:
     if others or name in _RECURRENT:
         what = f"layers of the kind {', '.join(others)}" if others else "recurrent layers"
         raise LongmeshError(
-            f"hf.ShardedCache: {name} has {what}, whose states are not cached over ranks; use "
+            f"hf.ShardedCache: {name} has {what}, which are not cached over ranks; use "
             "transformers' DynamicCache"
         )
     return [options.get("sliding_window") for options in kwargs]
