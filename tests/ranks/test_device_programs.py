@@ -6,8 +6,12 @@ them: its scope makes tensors of a class of its own, which a tensor that has a c
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from support.device_programs import PROGRAMS
+from longmesh.attention import ContextParallel
+from longmesh.attention.kernel.base import Score
+from longmesh.testing.mesh import world_mesh
+from support.device_programs import PROGRAMS, counted_steps, hybrid_ring
 from support.op_sweep import sweep_names, sweep_op
 
 # The made-up device has no sparse tensors; torch's own backward of mvlgamma writes a DTensor into a plain tensor, and
@@ -28,16 +32,43 @@ def sweep(names):
     return found
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_the_device_gives_what_cpus_give(pool, program):
-    expected = pool.run(program, ranks=2, timeout=120)
-    found = pool.run(program, ranks=2, timeout=120, device="sim")
+def compare(program, expected, found):
     for want, got in zip(expected, found, strict=True):
         assert want.keys() == got.keys()
         for name, tensor in want.items():
             torch.testing.assert_close(
                 got[name], tensor, rtol=1e-4, atol=1e-4, msg=f"{program.__name__} {name}"
             )
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, hybrid_ring], ids=lambda program: program.__name__)
+def test_the_device_gives_what_cpus_give(pool, program):
+    ranks = 4 if program is hybrid_ring else 2
+    expected = pool.run(program, ranks=ranks, timeout=120)
+    compare(program, expected, pool.run(program, ranks=ranks, timeout=120, device="sim"))
+
+
+def test_a_train_step_reads_and_copies_nothing_after_the_first(pool):
+    for first, *later in pool.run(counted_steps, ranks=2, device="sim", timeout=120):
+        assert later == [(0, 0, 0)] * 2
+        assert first[1] > 0  # a kernel is checked, indices are uploaded: counting works
+
+
+def plan_under_a_compiler():
+    """Which indices of a route are fake that was first made while shapes were traced."""
+    how = {"layout": "round_robin", "chunk": 4, "exchange": "sparse", "num_heads": 2, "head_dim": 8}
+    cp = ContextParallel(world_mesh(3), seq_len=64, **how)
+    q = torch.randn(1, 2, cp.num_tokens, 8).to("sim")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call = cp.prepare(q, q, q, Score())
+    moves = [move for move in call.tasks[0].route.keys if move is not None]
+    places = [place for move in moves for place in (move.take, move.place)]
+    return [type(place).__name__ for place in places if isinstance(place, torch.Tensor)]
+
+
+def test_indices_that_are_first_made_under_a_compiler_are_real(pool):
+    for names in pool.run(plan_under_a_compiler, ranks=3, device="sim"):
+        assert names and set(names) == {"SimTensor"}
 
 
 @pytest.mark.parametrize("part", range(2))

@@ -15,16 +15,20 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from longmesh import DTensor, Partial, Replicate, Shard, checkpoint, distribute_tensor
+from longmesh import DTensor, Partial, Replicate, Shard, checkpoint, distribute_tensor, flex_attention
 from longmesh.attention import ContextParallel, masks
+from longmesh.attention.exchange.hybrid import Hybrid
+from longmesh.attention.exchange.ring import Ring
 from longmesh.experimental import context_parallel, context_parallel_unshard
 from longmesh.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
+from longmesh.testing.device import DeviceCounts
 from longmesh.testing.mesh import world_mesh
 
 Numbers = dict[str, torch.Tensor]
@@ -64,17 +68,20 @@ def _tokens() -> torch.Tensor:
     return torch.randint(17, (2, 6), generator=torch.Generator().manual_seed(1)).to(here())
 
 
-def styles(optimizer: str = "AdamW", **options: object) -> Numbers:
-    """Tensor parallel styles, a parallel loss, clipped gradients, three steps of an optimizer."""
-    mesh, model, tokens = world_mesh(dist.get_world_size()), _model(), _tokens()
-    plan = {
+def _plan() -> dict[str, ParallelStyle]:
+    return {
         "table": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
         "down": RowwiseParallel(output_layouts=Shard(1)),
         "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
     }
-    parallelize_module(model, mesh, plan)
+
+
+def styles(optimizer: str = "AdamW", **options: object) -> Numbers:
+    """Tensor parallel styles, a parallel loss, clipped gradients, three steps of an optimizer."""
+    mesh, model, tokens = world_mesh(dist.get_world_size()), _model(), _tokens()
+    parallelize_module(model, mesh, _plan())
     step = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01, **options)
     losses = []
     for _ in range(3):
@@ -167,6 +174,53 @@ def flex() -> Numbers:
     return whole({str(i): cp.unshard(t.detach(), dim=2) for i, t in enumerate((out, *grads))})
 
 
+def flex_scope() -> Numbers:
+    """FlexAttention inside a scope, with its gradient."""
+    draw = torch.Generator().manual_seed(2)
+    parts = [torch.randn(1, 4, 19, 8, generator=draw).to(here()) for _ in range(3)]
+    mesh = world_mesh(dist.get_world_size())
+    with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * 3, mask=masks.causal()):
+        leaves = [t.requires_grad_() for t in parts]
+        out = flex_attention(*leaves, score_mod=lambda s, b, h, i, j: s - (i - j) * (h + 1) / 8)
+        assert isinstance(out, torch.Tensor)
+        grads = torch.autograd.grad(out.square().sum(), leaves)
+        wholes = context_parallel_unshard(mesh, [out.detach(), *grads], [2] * 4)
+    return whole({str(i): t for i, t in enumerate(wholes)})
+
+
+def hybrid_ring() -> Numbers:
+    """On 4 ranks: a ring between groups, whose group of ranks has carried nothing before."""
+    draw, mesh = torch.Generator().manual_seed(2), world_mesh(2, 2)
+    how = {"layout": "zigzag", "exchange": Hybrid(outer=Ring()), "num_heads": 4, "head_dim": 8}
+    cp = ContextParallel(mesh, seq_len=40, mask=masks.causal(), **how)
+    tokens = [torch.randn(1, 4, 40, 8, generator=draw).to(here()) for _ in range(3)]
+    leaves = [cp.shard(t, dim=2).requires_grad_() for t in tokens]
+    out = cp(*leaves)
+    grads = torch.autograd.grad(out.square().sum(), leaves)
+    return whole({str(i): cp.unshard(t.detach(), dim=2) for i, t in enumerate((out, *grads))})
+
+
+def counted_steps() -> list[tuple[int, int, int]]:
+    """Host reads, uploads and downloads of each of three train steps, attention over a cut sequence among them."""
+    mesh, model, tokens = world_mesh(dist.get_world_size()), _model(), _tokens()
+    parallelize_module(model, mesh, _plan())
+    cp = ContextParallel(mesh, seq_len=12, num_heads=2, head_dim=4, check=False)
+    step = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found = []
+    for _ in range(3):
+        with DeviceCounts() as counts:
+            step.zero_grad()
+            with loss_parallel():
+                F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            rows = model.get_parameter("table.weight").full_tensor()[: cp.num_tokens]
+            x = rows.view(1, cp.num_tokens, 2, 4).transpose(1, 2)
+            cp(x, x, x).sum().backward()
+            clip_grad_norm_(model.parameters(), 0.5)
+            step.step()
+        found.append((counts.host_reads, counts.uploads, counts.downloads))
+    return found
+
+
 def lost_tokens() -> Numbers:
     """The loss of a cut sequence, and the log-sum-exp of attention."""
     draw = torch.Generator().manual_seed(2)
@@ -199,4 +253,4 @@ def trainer() -> Numbers:
     return {"losses": torch.tensor(train(options, axes, Corpus(0), say_nothing).losses)}
 
 
-PROGRAMS = (styles, optimizers, checkpoints, redistributions, scopes, flex, lost_tokens, trainer)
+PROGRAMS = (styles, optimizers, checkpoints, redistributions, scopes, flex, flex_scope, lost_tokens, trainer)

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longmesh.comm import collectives
 from longmesh.comm.collectives import note
-from longmesh.comm.groups import AxisGroup
+from longmesh.comm.groups import AxisGroup, MeshComm, kept_by_mesh
 from longmesh.comm.lost import reporting
 from longmesh.comm.record import CommEvent, tell_done
 
@@ -93,6 +94,17 @@ def start_send_receive(
                 operations.append(dist.P2POp(call, part, peer, group=group.process_group))
     works = dist.batch_isend_irecv(operations) if operations else []
     return Pending(received, "send_receive", group, list(works), rows, event)
+
+
+@kept_by_mesh(8)
+def warm_up(comm: MeshComm, axes: tuple[int, ...]) -> None:
+    """One small collective in the group over `axes`, once: NCCL may hang in a group whose first call is a message.
+
+    Collective over the mesh.
+    """
+    group = comm.group(axes)
+    if group.size > 1 and not group.is_gloo:
+        collectives.all_reduce(torch.zeros(1, device=comm.mesh.device_type), reduce_op="sum", group=group)
 
 
 def _width(rows: Tensor) -> int:

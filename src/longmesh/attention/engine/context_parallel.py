@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch import no_dispatch_modes
 from longmesh.attention.engine.check import Gathered, Signature, check_call, raise_found, signature_of
 from longmesh.attention.engine.side import CutQueries, Side
 from longmesh.attention.exchange.base import Exchange
@@ -47,6 +48,7 @@ from longmesh.attention.plan.head_sizes import HeadSizes
 from longmesh.comm import AxisGroup, comm_of
 from longmesh.comm.agree import agree, checks_every_call
 from longmesh.comm.machine import cluster_on
+from longmesh.comm.p2p import warm_up
 from longmesh.errors import LongmeshError
 from longmesh.plan.cluster import Cluster
 
@@ -146,8 +148,8 @@ class ContextParallel:
     def plan_ahead(self, masks: Iterable[Mask], *, seq_len: int | None = None) -> None:
         """Have plans for these masks made in a helper process while this one goes on; `with_mask` takes them up. Local.
 
-        Packed documents have a new mask at every step. Call this with the next step's as soon as they are known; with
-        `seq_len`, plans are for new engines of that length. Heads that this one was called with are planned for, too.
+        Packed documents have a new mask at every step: call this with the next step's. With `seq_len`, plans are for
+        new engines of that length. Heads that this one was called with are planned for, too.
         """
         for mask in masks:
             request = self._request | {"mask": checked_mask(mask), "seq_len": seq_len or self.plan.seq_len}
@@ -279,6 +281,8 @@ class ContextParallel:
     ) -> Call:
         """The call, checked and planned. Collective: every rank goes on, or every rank raises."""
         self._together("attention", self._check, q, k, v, sinks, score, lse)
+        if self.plan.exchange.relays and self._comm is not None and self._comm.mesh.ndim > 1:
+            warm_up(self._comm, (0,))
         if self._check_kernels:
             need = self._need(q, k, v, score)
             if need not in self._refused:
@@ -303,13 +307,10 @@ class ContextParallel:
         Only the first time, unless every call is checked: it is a point where ranks wait for each other, and on a
         device the host for the device. A rank that raises alone later is ended with the others by the launcher.
         """
-        if self.mesh is None or self.plan.num_ranks == 1:
-            return check(*args)
-        device = self.mesh.device_type
         every = checks_every_call() if self._checks is None else self._checks
-        if self._has_agreed and not every:
+        if self.mesh is None or self.plan.num_ranks == 1 or (self._has_agreed and not every):
             return check(*args)
-        self._has_agreed = True
+        self._has_agreed, device = True, self.mesh.device_type
         try:
             found = check(*args)
         except Exception as error:
@@ -378,10 +379,9 @@ class ContextParallel:
             members = tuple(rank // plan.inner for rank in ranks)
         ahead = self._made_ahead.get(plan.heads)
         known = ahead.rank_plans if ahead and ahead.plan is plan else [None] * len(plan.rows)
-        routes = tuple(
-            Route(row, self.rank, members, peers, device, mine)
-            for row, mine in zip(plan.rows, known, strict=True)
-        )
+        with no_dispatch_modes():  # indices are uploaded here, and kept: under a compiler they would be fake
+            mine = zip(plan.rows, known, strict=True)
+            routes = tuple(Route(row, self.rank, members, peers, device, own) for row, own in mine)
         elementwise = any(row.schedule.has_elementwise for row in plan.rows)
         return Heads(plan, routes, outer, inner, elementwise)
 
