@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from longmesh import Partial, Replicate, Shard
+from longmesh import Partial, Replicate, Shard, distribute_tensor
 from longmesh.comm import record_comm
 from longmesh.spec import Layout
 from longmesh.testing import cpu_mesh
@@ -187,3 +187,26 @@ def test_what_sends_nothing(pool):
         "S(1)",
         "S(1)",
     ]
+
+
+def write_to_inputs_of_frozen_weights():
+    """Inputs are written to between a product with a frozen weight and its backward; the largest error."""
+    mesh, worst = cpu_mesh(2), 0.0
+    torch.manual_seed(0)
+    start, weight = torch.randn(3, 5, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    for product in (functional.linear, lambda x, w: torch.einsum("abi,oi->abo", x, w)):
+        for placement in (Shard(0), Shard(1), Replicate()):
+            grads = []
+            for to in (lambda t, _: t.clone(), lambda t, p: distribute_tensor(t, mesh, [p])):
+                x = to(start, placement).requires_grad_()
+                out = product(x, to(weight, Replicate()))
+                with torch.no_grad():
+                    x.mul_(3)
+                out.square().sum().backward()
+                grads.append(x.grad)
+            worst = max(worst, (grads[1].full_tensor() - grads[0]).abs().max().item())
+    return worst
+
+
+def test_a_frozen_weight_does_not_keep_its_input(pool):
+    assert max(pool.run(write_to_inputs_of_frozen_weights, ranks=2)) < 1e-12

@@ -122,16 +122,17 @@ def _cast(*operands: Any) -> tuple[Any, ...]:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
-        ctx.save_for_backward(x, weight)
+        # A frozen weight's gradient is not asked for, so x is not kept: it may be freed, or written to.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return run_below_autograd(aten.linear.default, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         (grad,), needs = grads, list(ctx.needs_input_grad)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and needs[1]:
             return run_below_autograd(aten.linear_backward.default, x, grad, weight, needs)
-        # A second derivative is asked for: by ops that have one.
+        # A second derivative is asked for, or the weight is frozen: by ops.
         batch = list(range(grad.ndim - 1))
         return (
             grad.matmul(weight) if needs[0] else None,
@@ -158,7 +159,8 @@ class _Matmul(torch.autograd.Function):
 class _Einsum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, terms: tuple[str, str, str], a: DTensor, b: DTensor) -> DTensor:
-        ctx.save_for_backward(a, b)
+        _, needs_a, needs_b = ctx.needs_input_grad
+        ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
         ctx.terms = terms
         return _run_einsum(terms, a, b)
 
