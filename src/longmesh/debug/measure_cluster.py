@@ -78,12 +78,12 @@ def measure_cluster(
         pass_us=_pass_us(clock, dtype),
         crowding=max(1.0, clock.time_us(tile.forward) / clock.alone_us(tile.forward)),
     )
-    return replace(found, transfer_us=_transfer_us(mesh, clock, found, size, dtype))
+    return replace(found, transfer_us=_transfer_us(mesh, clock, found, tiles[min(1, len(tiles) - 1)], dtype))
 
 
 def _transfer_us(mesh: DeviceMesh, clock: Clock, cluster: Cluster, size: int, dtype: torch.dtype) -> float:
-    """What a transfer costs a call besides its link: what one call with one stage takes beyond its prediction. Ranks
-    wait for each other there, and what carries the bytes takes time from what computes."""
+    """What a transfer costs a call besides its link: what a small call with one stage takes beyond its prediction.
+    Ranks wait for each other there. In a large call an error of the rates would count as the transfers'."""
     n = clock.group.size
     if n == 1 or mesh.ndim > 1:
         return 0.0
