@@ -138,7 +138,7 @@ FAMILIES: dict[str, Callable[[Draw], dict[str, Any]]] = {
     },
     "olmoe": lambda d: {
         **draw_heads(d),
-        "head_dim": None,
+        "head_dim": 8,
         **draw_experts(d, "num_experts"),
         "clip_qkv": d.choice((None, 0.5)),
     },
