@@ -36,6 +36,21 @@ def refuse_kind(model: nn.Module) -> None:
         )
 
 
+def refuse_zero_padding(model: Any, batch: OpenBatch) -> None:
+    """Raise for padding whose hidden states stay zero, since it sees padding only, in a model that divides by their
+    size (AltUp, of Gemma 3n): gradients would not be finite."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if batch.padding is None or batch.embeds is not None or not hasattr(text, "altup_num_inputs"):
+        return
+    of_padding = model.get_input_embeddings().weight[batch.tokens[batch.padding == 0].unique()]
+    if not bool(of_padding.any(-1).all()):
+        raise LongmeshError(
+            f"hf.context_parallel: {type(model).__name__} embeds padding as zeros and divides by the size of hidden "
+            "states, so gradients would not be finite; pad with another token, or pack documents instead"
+        )
+
+
 def refuse_compiled(model: nn.Module) -> None:
     """Raise for a compiled model, which can be neither looked at nor given this rank's positions."""
     raise LongmeshError(

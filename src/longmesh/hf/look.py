@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from longmesh.errors import LongmeshError
-from longmesh.hf.called import refuse_kind
+from longmesh.hf.called import refuse_kind, refuse_zero_padding
 from longmesh.hf.observed_run import Call, CannotRun, Run, observe, quiet
 from longmesh.hf.open_batch import OpenBatch
 from longmesh.hf.positions import RULES, padding_id
@@ -48,6 +48,7 @@ def look_at(model: nn.Module, batch: OpenBatch, gather: bool = False) -> Treatme
     `gather`: layers that can't be cut may run on the whole sequence.
     """
     refuse_kind(model)
+    refuse_zero_padding(model, batch)
     _refuse_sparse(model, batch.length)
     treatment = Treatment()
     while True:

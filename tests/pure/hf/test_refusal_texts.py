@@ -11,7 +11,7 @@ from longmesh import hf
 from longmesh.attention.mask.band import Band
 from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.errors import LongmeshError
-from longmesh.hf import accelerator, gather, interface, loop, loss, scores, token_blocks
+from longmesh.hf import accelerator, called, gather, interface, loop, loss, scores, token_blocks
 
 LABELS = torch.tensor([[3, 4, 5]])
 WHOLE = SimpleNamespace(shard=lambda tensor, dim: tensor)  # an engine of one rank
@@ -29,6 +29,18 @@ def small_mesh(*names: str) -> Any:
 class NoItems(nn.Module):
     def forward(self, input_ids, labels=None):
         return input_ids
+
+
+class ZeroPadding(nn.Module):
+    config = SimpleNamespace(altup_num_inputs=2)
+
+    def get_input_embeddings(self):
+        return nn.Embedding(9, 2, padding_idx=0)
+
+
+def padded() -> Any:
+    padding = torch.tensor([[1, 1, 0]])
+    return SimpleNamespace(padding=padding, embeds=None, tokens=torch.tensor([[3, 4, 0]]))
 
 
 def raising(*args: Any) -> Any:
@@ -74,6 +86,10 @@ def blocks(types: torch.Tensor | None) -> Any:
         (
             lambda: gather._check_shapes(nn.Linear(2, 2), 13, {"bias": torch.zeros(2, 4, 13, 13)}),
             "can't be gathered",
+        ),
+        (
+            lambda: called.refuse_zero_padding(ZeroPadding(), padded()),
+            "ZeroPadding embeds padding as zeros and divides by the size of hidden states, .* pad with another token",
         ),
         (
             lambda: gathered(raising),
