@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from longmesh import hf, init_device_mesh
 from longmesh.errors import LongmeshError
 from support.accelerated import accelerated
+from tests.ranks.test_hf_calls import IDS, make
 from tests.ranks.test_hf_trainer import collator, make_model, make_rows
 
 STEPS = 6
@@ -87,6 +88,26 @@ def both(kind: str, wrap: str, lora: bool, shape: tuple[int, ...], names: tuple[
 def test_a_loop_of_ones_own_trains_as_one_process(pool, kind, shape, names, lora, wrap):
     ranks = 2 if len(shape) == 1 else 4
     assert max(pool.run(both, kind, wrap, lora, shape, names, ranks=ranks, timeout=200.0)) < 1e-5
+
+
+def masked_losses() -> tuple[float, float]:
+    """Of a model that does not shift labels, with every token labelled, the first too."""
+    from accelerate import Accelerator
+
+    batch = {"input_ids": IDS, "labels": IDS}
+    with accelerated():
+        accelerator = Accelerator(cpu=True)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = hf.prepare(accelerator, make("modernbert masked", "eager"), mesh=mesh)
+        with hf.cut_batch(accelerator, batch) as part:
+            loss = model(**part).loss.detach()
+        found = accelerator.gather(loss[None]).mean().item()
+    return found, make("modernbert masked", "eager")(**batch).loss.item()
+
+
+def test_labels_that_are_not_shifted_are_all_counted(pool):
+    for found, wanted in pool.run(masked_losses, ranks=2, timeout=120.0):
+        assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def peft_trainer(folder: str) -> float:

@@ -35,6 +35,7 @@ from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, same_batch, sum_over, use_mesh
 from longmesh.hf.batch import scope_arguments
 from longmesh.hf.interface import NAME, register
+from longmesh.hf.private import shifts_labels
 from longmesh.hf.scope import context_parallel
 from longmesh.plan import Cluster
 
@@ -58,6 +59,7 @@ def prepare(accelerator: Accelerator, *objects: Any, mesh: DeviceMesh | None = N
         if isinstance(part, nn.Module):
             set_attention(part)
             _check_loss(plain_model(part))
+            accelerator.__dict__["longmesh_first_label"] = int(shifts_labels(plain_model(part)))
     # accelerate would wrap a model that torch's fully_shard has sharded in DDP.
     sharded = [isinstance(part, FSDPModule) for part in objects]
     others = [part for part, is_sharded in zip(objects, sharded, strict=True) if not is_sharded]
@@ -108,7 +110,8 @@ def cut_batch(
     rest, options = scope_arguments(batch)
     labels = rest.get("labels")
     if labels is not None and num_items is None:
-        num_items = sum_over(mesh, "dp", (labels[..., 1:] != -100).sum())
+        first = accelerator.longmesh_first_label
+        num_items = sum_over(mesh, "dp", (labels[..., first:] != -100).sum())
     how = {"model": model, "cluster": cluster}
     accelerator.__dict__["longmesh_scope"] = how  # the next batch is planned so
     with context_parallel(accelerator.cp_mesh, rest, **how, **options) as part:
