@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import longmesh
+from longmesh import _torch
 from longmesh._torch.lookup import missing_names
 
 PACKAGE = Path(longmesh.__file__).parent
@@ -160,3 +162,12 @@ def test_a_missing_name_costs_its_feature_only() -> None:
     )
     assert "has no torch.ops.aten._gone, which longmesh needs for rules and kernels of that op" in lines[2]
     assert all(line.endswith("use torch 2.13 or 2.14") for line in lines)
+
+
+def test_hooks_on_modules_leave_nothing_behind() -> None:
+    hooks = torch.nn.modules.module
+    before = bool(hooks._has_any_global_hook())
+    end = _torch.watch_modules(lambda *args: None, lambda *args: None, with_kwargs=True)
+    assert hooks._has_any_global_hook() and not before
+    end()
+    assert not hooks._has_any_global_hook()

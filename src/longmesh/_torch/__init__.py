@@ -309,10 +309,15 @@ def watch_modules(
         nn.modules.module.register_module_forward_pre_hook(before),
         nn.modules.module.register_module_forward_hook(after, with_kwargs=with_kwargs, always_call=True),
     )
+    names = "torch.nn.modules.module:_global_forward_hooks_with_kwargs"
+    having_kwargs = find(names, "compiled modules without a warning", otherwise={})
 
     def end() -> None:
         for hook in hooks:
             hook.remove()
+        having_kwargs.pop(
+            hooks[1].id, None
+        )  # torch leaves it there, and warns of it at every compiled module
 
     return end
 
