@@ -20,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch.process_groups import new_group
 from longmesh.comm.record import tell_new_group
 from longmesh.errors import NotDistributedError
 from longmesh.plan import Cluster, cluster_of
@@ -111,7 +112,7 @@ class MeshComm:
             process_group = dist.group.WORLD
         else:
             tell_new_group(tuple(self.shape.axis_name(a) for a in axes), tuple(sorted(members)))
-            process_group = dist.new_group(sorted(members), use_local_synchronization=True)
+            process_group = new_group(sorted(members))
         assert isinstance(process_group, dist.ProcessGroup), "this rank is a member of its own groups"
         ordered = sorted(members, key=lambda rank: dist.get_group_rank(process_group, rank))
         return AxisGroup(
