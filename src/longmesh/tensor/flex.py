@@ -5,7 +5,7 @@ Functions of the user see the indices of the whole tensors, whatever a rank hold
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -69,12 +69,7 @@ def flex_attention(
     layout, comm = q._layout, comm_anywhere(q._mesh)
     shapes = (*q.shape[:3], v.shape[3]), tuple(q.shape[:3])
     if not comm.is_member:
-        dtypes = q.dtype, accumulate_dtype(q.dtype)
-        held = [
-            tensor_layout(q._mesh, layout, shape, contiguous_stride(shape), dtype)
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        ]
-        out, lse = results_outside((q, k, v), held)
+        out, lse = _outside(q, k, v, shapes)
         return wanted.give(out, lse if wanted.lse else None)
     offset = layout.local_offset(q.shape, comm.coordinate)
     cut = _cut_sequence(comm, layout, int(q.shape[_TOKENS]))
@@ -101,6 +96,15 @@ def flex_attention(
         for t, shape in zip(found, shapes, strict=True)
     )
     return wanted.give(out, lse)
+
+
+def _outside(q: DTensor, k: DTensor, v: DTensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
+    """Output and lse on a rank that is not in the mesh: without data."""
+    held = [
+        tensor_layout(q._mesh, q._layout, shape, contiguous_stride(shape), dtype)
+        for shape, dtype in zip(shapes, (q.dtype, accumulate_dtype(q.dtype)), strict=True)
+    ]
+    return results_outside((q, k, v), held)
 
 
 def _arranged(q: DTensor, k: DTensor, v: DTensor) -> list[DTensor]:
