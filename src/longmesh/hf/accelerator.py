@@ -51,11 +51,9 @@ def plan_batches(prepared: Any, plan: Callable[[Any], None]) -> None:
 
 
 class MeshAccelerator(Accelerator):
-    """An Accelerator after `use_mesh`. `longmesh_first_label`: 1 where the model shifts labels, so that the first of a
-    row is none."""
+    """An Accelerator after `use_mesh`."""
 
     longmesh_mesh: DeviceMesh
-    longmesh_first_label: int = 1
 
     @functools.cached_property
     def cp_mesh(self) -> DeviceMesh:

@@ -35,7 +35,8 @@ from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, same_batch, sum_over, use_mesh
 from longmesh.hf.batch import scope_arguments
 from longmesh.hf.interface import NAME, register
-from longmesh.hf.private import shifts_labels
+from longmesh.hf.loss import IGNORED
+from longmesh.hf.open_batch import current_batch
 from longmesh.hf.scope import context_parallel
 from longmesh.plan import Cluster
 
@@ -59,7 +60,6 @@ def prepare(accelerator: Accelerator, *objects: Any, mesh: DeviceMesh | None = N
         if isinstance(part, nn.Module):
             set_attention(part)
             _check_loss(plain_model(part))
-            accelerator.__dict__["longmesh_first_label"] = int(shifts_labels(plain_model(part)))
     # accelerate would wrap a model that torch's fully_shard has sharded in DDP.
     sharded = [isinstance(part, FSDPModule) for part in objects]
     others = [part for part, is_sharded in zip(objects, sharded, strict=True) if not is_sharded]
@@ -108,16 +108,27 @@ def cut_batch(
     mesh = accelerator.longmesh_mesh
     same_batch(mesh, batch)
     rest, options = scope_arguments(batch)
-    labels = rest.get("labels")
-    if labels is not None and num_items is None:
-        first = accelerator.longmesh_first_label
-        num_items = sum_over(mesh, "dp", (labels[..., first:] != -100).sum())
     how = {"model": model, "cluster": cluster}
     accelerator.__dict__["longmesh_scope"] = how  # the next batch is planned so
     with context_parallel(accelerator.cp_mesh, rest, **how, **options) as part:
-        if num_items is not None:
-            part["num_items_in_batch"] = torch.as_tensor(num_items) / mesh.size()
+        if rest.get("labels") is not None:
+            part |= _shared_by_all(mesh, rest["labels"], num_items)
         yield part
+
+
+def _shared_by_all(mesh: DeviceMesh, labels: Tensor, num_items: int | Tensor | None) -> dict[str, Tensor]:
+    """Have the open scope's loss divided by the labels of all ranks of "dp", or by `num_items`, and scaled for averaged
+    gradients. Which labels count, all or all but a row's first, is seen when the model computes its loss."""
+    batch = current_batch()
+    assert batch is not None and batch.loss is not None, "a scope is open, with labels"
+    if num_items is None:
+        is_label = labels != IGNORED
+        counts = sum_over(mesh, "dp", torch.stack([is_label[:, 1:].sum(), is_label.sum()]))
+    else:
+        counts = torch.as_tensor(num_items).expand(2)
+    following, every = counts / mesh.size()
+    batch.loss.divide_by(following, every)
+    return batch.loss.part()
 
 
 def set_attention(model: nn.Module) -> None:

@@ -32,6 +32,12 @@ class SharedLoss:
         self._num_labels = (labels != IGNORED).sum()
         self._num_items = self._num_following.clone()
 
+    def divide_by(self, following: Tensor, labels: Tensor) -> None:
+        """Other numbers of labels to divide by, those of more than this batch: `following` for a model that shifts
+        labels, `labels` for one that does not."""
+        self._num_following, self._num_labels = following, labels
+        self._num_items = following.clone()
+
     def part(self) -> dict[str, Tensor]:
         """What to call a model with."""
         return {

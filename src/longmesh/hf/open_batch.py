@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from longmesh.attention import masks
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.errors import LongmeshError
+from longmesh.hf.loss import SharedLoss
 from longmesh.hf.positions import Rule, counted
 from longmesh.recurrent import RecurrentParallel
 
@@ -26,7 +27,7 @@ class OpenBatch:
 
     `positions`: counted, if the batch gave none. `types`: of tokens, for masks that depend on them. `decoder`: the
     modules that see this rank's tokens only, None if all of a model's do. `num_given`: tokens of a row, but for those
-    that were added so that every rank has some.
+    that were added so that every rank has some. `loss`: of a batch with labels.
     """
 
     def __init__(self, cut: CutSequence, given: WholeBatch, batch: Mapping[str, Any], num_given: int) -> None:
@@ -35,6 +36,7 @@ class OpenBatch:
         self.types = batch[given.types[0]] if given.types else None
         self.decoder: frozenset[nn.Module] | None = None
         self.num_given = num_given
+        self.loss: SharedLoss | None = None
         self._given = given
         self._blocks: dict[Callable[[Tensor], Tensor], masks.Mask] = {}
         self._recurrent: dict[tuple[bool, bool], RecurrentParallel] = {}

@@ -89,10 +89,12 @@ def read_mask_function(function: Callable[..., Any]) -> tuple[str, dict[str, Any
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether transformers' Trainer shifts labels where it smooths them."""
+    """Whether transformers' Trainer shifts labels where it smooths them. FSDP2 derives a class of its own from the
+    model's."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return any(kind.__name__ in names for kind in type(model).__mro__)
 
 
 class TrainerHooks:

@@ -113,9 +113,9 @@ def context_parallel(
         torch.nn.functional.multi_head_attention_forward: attend_in_module,
     }
     if batch.get("labels") is not None:
-        loss = SharedLoss(cut.lead, batch["labels"], given.padding)
-        part |= loss.part()
-        handlers[torch.nn.functional.cross_entropy] = loss
+        whole.loss = SharedLoss(cut.lead, batch["labels"], given.padding)
+        part |= whole.loss.part()
+        handlers[torch.nn.functional.cross_entropy] = whole.loss
     mode, before = open_scope(cut, handlers), set_batch(whole)
     try:
         with watch_models(whole, unknown == "gather"):
