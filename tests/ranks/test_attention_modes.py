@@ -49,8 +49,33 @@ def test_checkpointing_no_grad_and_autocast(pool):
         assert pool.run(under_modes, exchange, ranks=2, timeout=300.0) == [True] * 2
 
 
+def second_derivatives(with_lse):
+    """What a second derivative is told, and the first one that a graph was made for."""
+    cp = ContextParallel(cpu_mesh(2), seq_len=9)
+    q = cp.shard(torch.randn(1, 2, 9, 4), dim=2).requires_grad_()
+    found = cp.with_lse(q, q, q) if with_lse else (cp(q, q, q),)
+    loss = sum(t.sum() for t in found) + (q**3).sum()
+    (want,) = torch.autograd.grad(loss, q, retain_graph=True)
+    (grad,) = torch.autograd.grad(loss, q, create_graph=True)
+    torch.testing.assert_close(grad, want)
+    with pytest.raises(
+        LongmeshError
+    ) as error:  # the loss is linear in the output: its gradient there is a constant
+        grad.square().sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_second_derivative_is_refused(pool, with_lse):
+    for text in pool.run(second_derivatives, with_lse, ranks=2):
+        assert text.startswith(
+            "attention over a cut sequence has no second derivative: its gradient is computed"
+        )
+        assert "compute attention from matrix products and softmax" in text
+
+
 def bytes_of_plan_and_run(mesh_shape, mask, layout, exchange):
-    options = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "chunk": 64}
+    options = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "chunk": 64, "check_kernels": False}
     with record_comm() as log:
         cp = ContextParallel(
             cpu_mesh(*mesh_shape), seq_len=1021, mask=mask, layout=layout, exchange=exchange, **options

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch.first_derivative import without_second
 from longmesh.errors import LongmeshError
 from longmesh.tiles.arguments import head_of
-from longmesh.tiles.head import Head, HeadGrads
+from longmesh.tiles.head import Head, HeadGrads, no_second_derivative
 from longmesh.tiles.logprobs import TokenLosses
-from longmesh.tiles.once import without_second
 
 _NAME = "tiled_cross_entropy"
 
@@ -111,7 +111,7 @@ class _Loss(torch.autograd.Function):
             if found is None:
                 _, found = _run(hidden, labels, divisor, ctx.head, tuple(ctx.needs_input_grad[:3]))
             scaled = tuple(None if grad is None else grad.mul_(grads[0].to(grad.dtype)) for grad in found)
-        return (*without_second(_NAME, scaled), None, None, None)
+        return (*without_second(no_second_derivative(_NAME), scaled), None, None, None)
 
 
 def _run(

@@ -22,6 +22,14 @@ _TILE_LOGITS = 2**24  # 64 MiB in fp32
 _FEWEST_TOKENS = 256  # fewer make the products read the weight more often than they compute
 
 
+def no_second_derivative(what: str) -> str:
+    """What is said where a second derivative is asked of a loss by tiles."""
+    return (
+        f"{what} has no second derivative: its gradient is computed tile by tile, without a graph; compute the logits "
+        "and torch.nn.functional.cross_entropy where you need one"
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Head:
     """A head's weight and bias, its vocabulary, and the options of its loss."""

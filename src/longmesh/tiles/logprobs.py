@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch.first_derivative import without_second
 from longmesh.tiles.arguments import head_of
-from longmesh.tiles.head import Head, HeadGrads
-from longmesh.tiles.once import without_second
+from longmesh.tiles.head import Head, HeadGrads, no_second_derivative
 
 _NAME = "token_logprobs"
 
@@ -85,4 +85,4 @@ class TokenLosses(torch.autograd.Function):
                 _, state = head.losses(hidden[where], labels[where], buffer)
                 sums.add(where, hidden[where], head.logit_grads(state, grads[0][where]))
             found = sums.finish()
-        return (*without_second(ctx.what, found), None, None, None)
+        return (*without_second(no_second_derivative(ctx.what), found), None, None, None)

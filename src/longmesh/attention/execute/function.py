@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longmesh._torch import no_torch_functions
+from longmesh._torch.first_derivative import first_derivative_only
 from longmesh.attention.exchange.ulysses import HeadGroup
 from longmesh.attention.execute.driver import Task, run_backward, run_forward
 from longmesh.attention.execute.heads import KV, Q, by_head_groups
@@ -66,6 +67,12 @@ def mark(call: Call, like: Tensor) -> Tensor:
     return like.new_empty((0, owned.seq_len, owned.num_ranks))
 
 
+NO_SECOND = (
+    "attention over a cut sequence has no second derivative: its gradient is computed block by block, without a graph; "
+    "compute attention from matrix products and softmax, on the whole sequence, where you need one"
+)
+
+
 class Attend(torch.autograd.Function):
     """`Attend.apply(call, q, k, v, bias, sinks, *captured)`. Collective over the mesh, both ways."""
 
@@ -77,7 +84,7 @@ class Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only(NO_SECOND)
     def backward(ctx, dout):  # type: ignore[override]
         _, bias, sinks, *rest = ctx.saved_tensors
         captured, saved = rest[: ctx.num_captured], rest[ctx.num_captured :]

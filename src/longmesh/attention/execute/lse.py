@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from longmesh.attention.execute.function import Call, backward_rows, forward_rows, kept_of, mark
+from longmesh._torch.first_derivative import first_derivative_only
+from longmesh.attention.execute.function import NO_SECOND, Call, backward_rows, forward_rows, kept_of, mark
 from longmesh.attention.execute.heads import Q, to_tokens
 from longmesh.attention.kernel.base import Gradients, zero_like
 
@@ -34,7 +34,7 @@ class AttendWithLse(torch.autograd.Function):
         return out, _own_lse(call, saved, q.shape[1])
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only(NO_SECOND)
     def backward(ctx, dout, dlse):  # type: ignore[override]
         _, *rest = ctx.saved_tensors
         captured, rest = rest[: ctx.num_captured], rest[ctx.num_captured :]
