@@ -55,6 +55,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
     "num_key_value_heads": 2,
     "head_dim": 8,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
     **dict.fromkeys(_LENGTHS, 128),
     **dict.fromkeys(("pad_token_id",), 0),
     **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
