@@ -1,4 +1,4 @@
-"""Factories: DTensors made where they lie, each rank only its own part. They send nothing."""
+"""Factories: every rank makes its own part of a DTensor. They send nothing."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def rand(
     >>> bool((x < 1).all()), tuple(x.to_local().shape)
     (True, (2, 2))
     """
-    kind = _random_dtype("rand", dtype, layout)
+    kind = _dtype_of("rand", dtype, layout)
     distribution = distributions.uniform(kind.to_real() if kind.is_complex else kind)
     return _make_random("rand", size, distribution, kind, requires_grad, device_mesh, placements, shard_order)
 
@@ -128,7 +128,7 @@ def randn(
     >>> randn(3, 2, device_mesh=mesh, placements=[Shard(1)], dtype=torch.float64).to_local().dtype
     torch.float64
     """
-    kind = _random_dtype("randn", dtype, layout)
+    kind = _dtype_of("randn", dtype, layout)
     distribution = distributions.normal(
         kind.to_real() if kind.is_complex else kind, 0.0, std_of_parts(kind, 1.0)
     )
@@ -137,7 +137,7 @@ def randn(
     )
 
 
-def make_sharded(
+def _make_parts(
     caller: str,
     size: tuple[Any, ...],
     dtype: torch.dtype,
@@ -147,7 +147,8 @@ def make_sharded(
     shard_order: ShardOrderLike | None,
     fill: Callable[[Layout, torch.Size, tuple[int, ...], torch.device], torch.Tensor],
 ) -> DTensor:
-    """A DTensor of which `fill(layout, shape, coordinate, device)` makes this rank's part; empty outside of it."""
+    """A DTensor of which `fill(layout, shape, coordinate, device)` makes this rank's part; empty outside the mesh. Of
+    a pending sum or product one rank has the values, and the others the identity."""
     mesh = resolve_mesh(device_mesh, caller)
     shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     given = (Replicate(),) * mesh.ndim if placements is None else placements
@@ -156,10 +157,14 @@ def make_sharded(
     check_averages(layout, dtype)
     comm = comm_anywhere(mesh)
     device = torch.device(mesh.device_type)
-    if comm.is_member:
-        local = fill(layout, shape, comm.coordinate, device)
-    else:
+    if not comm.is_member:
         local = torch.empty(0, dtype=dtype, device=device)
+    else:
+        local = fill(layout, shape, comm.coordinate, device)
+        if not keeps_value(layout, comm.coordinate):
+            pending = layout.placements[layout.partial_axes[0]]
+            assert isinstance(pending, Partial)
+            local.fill_(identity_of(pending.reduce_op, dtype))
     return DTensor(local, mesh, layout, shape, contiguous_stride(shape), requires_grad)
 
 
@@ -174,34 +179,21 @@ def _make(
     placements: Sequence[Placement] | None,
     shard_order: ShardOrderLike | None,
 ) -> DTensor:
-    _check_strided(caller, memory_layout)
-    kind = torch.get_default_dtype() if dtype is None else dtype
+    kind = _dtype_of(caller, dtype, memory_layout)
 
     def fill(
         layout: Layout, shape: torch.Size, coordinate: tuple[int, ...], device: torch.device
     ) -> torch.Tensor:
-        local_shape = layout.local_shape(shape, coordinate)
-        if value is None:
-            return torch.empty(local_shape, dtype=kind, device=device)
-        term = value
-        for axis, placement in enumerate(layout.placements):
-            if not isinstance(placement, Partial) or coordinate[axis] == 0:
-                continue
-            if placement.reduce_op in ("sum", "product"):
-                term = identity_of(placement.reduce_op, kind)
-        return torch.full(local_shape, term, dtype=kind, device=device)
+        local = torch.empty(layout.local_shape(shape, coordinate), dtype=kind, device=device)
+        return local if value is None else local.fill_(value)
 
-    return make_sharded(caller, size, kind, requires_grad, device_mesh, placements, shard_order, fill)
+    return _make_parts(caller, size, kind, requires_grad, device_mesh, placements, shard_order, fill)
 
 
-def _random_dtype(caller: str, dtype: torch.dtype | None, memory_layout: torch.layout) -> torch.dtype:
-    _check_strided(caller, memory_layout)
-    return torch.get_default_dtype() if dtype is None else dtype
-
-
-def _check_strided(caller: str, memory_layout: torch.layout) -> None:
+def _dtype_of(caller: str, dtype: torch.dtype | None, memory_layout: torch.layout) -> torch.dtype:
     if memory_layout is not torch.strided:
         raise LongmeshError(f"{caller}: a DTensor is strided, got layout={memory_layout}; leave layout= out")
+    return torch.get_default_dtype() if dtype is None else dtype
 
 
 def _make_random(
@@ -219,11 +211,6 @@ def _make_random(
     def fill(
         layout: Layout, shape: torch.Size, coordinate: tuple[int, ...], device: torch.device
     ) -> torch.Tensor:
-        values = sample(distribution, key, layout, shape, coordinate, dtype, device)
-        if keeps_value(layout, coordinate):
-            return values
-        pending = layout.placements[layout.partial_axes[0]]
-        assert isinstance(pending, Partial)
-        return values.fill_(identity_of(pending.reduce_op, dtype))
+        return sample(distribution, key, layout, shape, coordinate, dtype, device)
 
-    return make_sharded(caller, size, dtype, requires_grad, device_mesh, placements, shard_order, fill)
+    return _make_parts(caller, size, dtype, requires_grad, device_mesh, placements, shard_order, fill)

@@ -7,14 +7,14 @@ edge (`ceil_mode`), or an average does not count its padding, spatial dims are g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from longmesh._torch import OpOverload, schema_of
 from longmesh.rules.window import Slide, window_size
-from longmesh.spec import Layout
 from longmesh.spec.placement import identity_of
 from longmesh.tensor.autograd import gradient_layout
 from longmesh.tensor.make_plan import Family
@@ -129,27 +129,31 @@ def max_pool_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwarg
     pool = _planned(func, given, "grad_output", "self", "indices")
     if pool is None:
         return USUAL
-    grad, x = given["grad_output"], given["self"]
-    layout = _common_layout(grad, x, n)
-    borders = borders_of(pool.slides, layout, layout, pool.out_shape, p.comm)
-    own = list(map(int, layout.local_shape(x.shape, p.comm.coordinate)))
-    covered = fetched_shape(own, borders)
-    shifts = {b.dim - x.ndim + n: -b.window.rows[0] for b in borders}
 
-    def run(local: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    def run(borders: Sequence[Border], covered: list[int], local: torch.Tensor, where: torch.Tensor) -> Any:
         rows = local.new_zeros(covered)
         if local.numel():
+            shifts = {b.dim - rows.ndim + n: -b.window.rows[0] for b in borders}
             flat = _renumbered(where, pool.sizes, tuple(covered[-n:]), shifts)
             rows.flatten(-n).scatter_add_(-1, flat.flatten(-n), local.flatten(-n))
         return rows
 
-    rows = p.local(run, p.redistribute(grad, layout), p.redistribute(given["indices"], layout))
+    return _backward(p, pool, given, run, "grad_output", "indices")
+
+
+def _backward(p: Planner, pool: Pool, given: dict[str, Any], run: Callable[..., Any], *names: str) -> Any:
+    """The gradient of the image. `run(borders, shape, ...)` makes that of the rows that the rank's windows cover, of
+    its parts of the arguments `names`; then each row's goes to the rank that has it.
+
+    It is laid out as the image if that is sharded along a spatial dim, else as the result's gradient.
+    """
+    grad, x = given["grad_output"], given["self"]
+    layout = gradient_layout(x._layout if _is_sharded(x, pool.n) else grad._layout)
+    borders = borders_of(pool.slides, layout, layout, pool.out_shape, p.comm)
+    own = list(map(int, layout.local_shape(x.shape, p.comm.coordinate)))
+    parts = [p.redistribute(given[name], layout) for name in names]
+    rows = p.local(functools.partial(run, borders, fetched_shape(own, borders)), *parts)
     return p.wrap(send_home(p, rows, own, grad.dtype, borders), grad, layout=layout, shape=x.shape)
-
-
-def _common_layout(grad: Planned, x: Planned, n: int) -> Layout:
-    """Where a gradient is made: as the image is if that is sharded along a spatial dim, else as its gradient."""
-    return gradient_layout(x._layout if _is_sharded(x, n) else grad._layout)
 
 
 # -- averages --------------------------------------------------------------------------------------
@@ -164,7 +168,7 @@ def avg_pool(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     x = p.linear_or_reduced(given["self"])
     borders = borders_of(pool.slides, x._layout, x._layout, pool.out_shape, p.comm)
     shape = list(map(int, x._layout.local_shape(pool.out_shape, p.comm.coordinate)))
-    options = _averaging(given, pool, borders)
+    options = _averaging(pool, borders, (given["count_include_pad"], given["divisor_override"]))
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         return rows.new_zeros(shape) if 0 in shape else func(padded(rows, borders), *options)
@@ -173,30 +177,24 @@ def avg_pool(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 
 def avg_pool_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given, n = bind(func, args, kwargs), _num_dims(func)
+    given = bind(func, args, kwargs)
     pool = _planned(func, given, "grad_output", "self")
     if pool is None:
         return USUAL
-    grad, x = given["grad_output"], given["self"]
-    layout = _common_layout(grad, x, n)
-    borders = borders_of(pool.slides, layout, layout, pool.out_shape, p.comm)
-    own = list(map(int, layout.local_shape(x.shape, p.comm.coordinate)))
-    covered = fetched_shape(own, borders)
-    options = _averaging(given, pool, borders)
+    counted = given["count_include_pad"], given["divisor_override"]
 
-    def run(local: torch.Tensor) -> torch.Tensor:
+    def run(borders: Sequence[Border], covered: list[int], local: torch.Tensor) -> torch.Tensor:
         rows = local.new_zeros(covered)
         if not local.numel():
             return rows
+        options = _averaging(pool, borders, counted)
         return padded(func(local, padded(rows, borders), *options), borders, sign=-1)
 
-    rows = p.local(run, p.redistribute(grad, layout))
-    return p.wrap(send_home(p, rows, own, grad.dtype, borders), grad, layout=layout, shape=x.shape)
+    return _backward(p, pool, given, run, "grad_output")
 
 
-def _averaging(given: dict[str, Any], pool: Pool, borders: Sequence[Border]) -> tuple[Any, ...]:
-    padding = pool.inner_padding(borders)
-    return pool.kernel, pool.stride, padding, False, given["count_include_pad"], given["divisor_override"]
+def _averaging(pool: Pool, borders: Sequence[Border], counted: tuple[bool, int | None]) -> tuple[Any, ...]:
+    return pool.kernel, pool.stride, pool.inner_padding(borders), False, *counted
 
 
 FAMILIES: dict[OpOverload, Family] = {
