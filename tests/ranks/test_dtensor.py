@@ -285,6 +285,9 @@ def mistakes():
         "foreign": error_text(lambda: x.redistribute(placements=["Shard(0)"])),
         "order": error_text(lambda: x.redistribute(placements=[Shard(1)], shard_order=[(0, (0,))])),
         "sparse": error_text(lambda: longmesh.zeros(2, layout=torch.sparse_coo, device_mesh=mesh)),
+        "to sparse": error_text(lambda: x.to_sparse()),
+        "pending to sparse": error_text(lambda: x.sum(0).to_sparse()),
+        "to csr": error_text(lambda: x.to_sparse_csr()),
         "differ": error_text(lambda: distribute_tensor(torch.ones(3 + dist.get_rank()), mesh, [Shard(0)])),
     }
 
@@ -310,6 +313,9 @@ def test_mistakes_say_what_is_wrong_and_what_to_do_on_all_ranks(pool):
         "foreign": "is not a longmesh placement",
         "order": "dim 0 is sharded over axes [0], but the placements (Shard(dim=1),) shard it over axes none",
         "sparse": "a DTensor is strided",
+        "to sparse": "its result has no strides, and a DTensor is strided; convert a whole tensor, x.full_tensor()",
+        "pending to sparse": "aten._to_sparse.default of a DTensor: its result has no strides",
+        "to csr": "aten._to_sparse_csr.default of a DTensor: its result has no strides",
         "differ": "every rank must pass the same",
     }
     for case, text in expected.items():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from longmesh._torch import OpOverload, aten
+from longmesh.errors import LongmeshError
 from longmesh.rules.product import einsum_terms
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.planner import USUAL, Planner
@@ -54,6 +55,13 @@ def has_same_storage_numel(
     return args[0].numel() == args[1].numel()
 
 
+def refuse_sparse(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise LongmeshError(
+        f"{func} of a DTensor: its result has no strides, and a DTensor is strided; convert a whole tensor, "
+        "x.full_tensor(), or one rank's part, x.to_local()"
+    )
+
+
 def einsum(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """By its rule where the equation is plain, else by torch's own decomposition."""
     equation, operands = args
@@ -71,6 +79,18 @@ FAMILIES: dict[OpOverload, Family] = {
     aten.equal.default: equal,
     aten.allclose.default: allclose,
     aten.einsum.default: einsum,
+    **dict.fromkeys(
+        (
+            aten._to_sparse.default,
+            aten._to_sparse.sparse_dim,
+            aten._to_sparse_csr.default,
+            aten._to_sparse_csc.default,
+            aten._to_sparse_bsr.default,
+            aten._to_sparse_bsc.default,
+            aten.to_mkldnn.default,
+        ),
+        refuse_sparse,
+    ),
     **dict.fromkeys(
         (
             aten.nonzero.default,
