@@ -11,7 +11,15 @@ from longmesh.comm import record_comm
 from longmesh.debug import explain
 from longmesh.debug.explanation import Redistribution
 from longmesh.debug.op_watch import OpWatch
-from longmesh.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from longmesh.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from longmesh.testing import cpu_mesh
 from support.op_sweep import sweep_names, sweep_op
 
@@ -103,35 +111,45 @@ def test_ops_that_exchange(pool):
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, norm):
         super().__init__()
-        self.table, self.norm = nn.Embedding(7, 6), nn.LayerNorm(6)
+        self.table, self.norm = nn.Embedding(7, 6), norm(6)
         self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
 
     def forward(self, tokens):
         return self.down(torch.relu(self.up(self.norm(self.table(tokens)))))
 
 
+LINEAR = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
 STYLES = {
-    "rows": {"table": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))},
-    "columns": {"table": ColwiseParallel(output_layouts=Shard(1))},
+    "rows": {"table": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), **LINEAR},
+    "columns": {"table": ColwiseParallel(output_layouts=Shard(1)), **LINEAR},
+    "overlapped": {
+        "table": ColwiseParallel(output_layouts=Shard(1)),
+        "up": ColwiseParallel(input_layouts=Shard(1), overlap=True),
+        "down": RowwiseParallel(output_layouts=Shard(1), overlap=True),
+    },
+    "prepared": {
+        "table": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+        "up": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+        ),
+        "down": PrepareModuleInputOutput(
+            input_layouts=Replicate(),
+            desired_input_layouts=Shard(1),
+            use_local_input=True,
+            output_layouts=Shard(1),
+            desired_output_layouts=Replicate(),
+        ),
+    },
 }
 
 
-def style_bytes(table):
+def style_bytes(style, norm):
     """Fused and op by op, the same bytes; op by op, those of the plans and the redistributions that were asked for."""
     mesh = cpu_mesh(2)
     torch.manual_seed(0)
-    model = parallelize_module(
-        Block(),
-        mesh,
-        {
-            **STYLES[table],
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        },
-    )
+    model = parallelize_module(Block(norm), mesh, {**STYLES[style], "norm": SequenceParallel()})
     tokens = torch.tensor([[0, 3, 6, 1], [2, 2, 5, 4]])
     with record_comm() as fused:
         model(tokens).square().sum().backward()
@@ -142,9 +160,10 @@ def style_bytes(table):
     return fused.total_bytes, by_ops.total_bytes, planned, sum(p.total_bytes for p in asked), len(told.ops)
 
 
-@pytest.mark.parametrize("table", list(STYLES))
-def test_every_style(pool, table):
-    results = pool.run(style_bytes, table, ranks=2)
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("style", list(STYLES))
+def test_every_style(pool, style, norm):
+    results = pool.run(style_bytes, style, norm, ranks=2)
     for fused, by_ops, _, _, num_ops in results:
         assert fused == by_ops > 0
         assert num_ops > 5
