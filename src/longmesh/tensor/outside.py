@@ -139,6 +139,7 @@ class _Outside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, results: tuple[TensorLayout, ...], *given: DTensor) -> tuple[DTensor, ...]:
         ctx.given = [t._tensor_layout for t in given]
+        ctx.save_for_backward(*given)  # a second derivative goes through what was given, too
         ctx.set_materialize_grads(False)
         made = [wrap(torch.empty(0, dtype=own.dtype, device=given[0].device), own) for own in results]
         ctx.mark_non_differentiable(*(t for t in made if not (t.is_floating_point() or t.is_complex())))
@@ -153,7 +154,7 @@ class _Outside(torch.autograd.Function):
             tensor_layout(own.mesh, gradient_layout(own.layout), own.shape, own.stride, own.dtype)
             for own in ctx.given
         ]
-        return None, *results_outside(there, layouts)
+        return None, *results_outside([*there, *ctx.saved_tensors], layouts)
 
 
 def is_split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
