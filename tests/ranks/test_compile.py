@@ -46,6 +46,30 @@ def test_backward_of_a_compiled_output(pool, shape, of_input, of_weight):
     assert found == [True] * 2
 
 
+def written_view(x):
+    x.add_(1)
+    return x[1:].mul_(2)
+
+
+def views():
+    """A view that was copied and written to in a compiled function: its copy, and what returning itself gives."""
+    torch._dynamo.reset()
+    x = distribute_tensor(torch.ones(4, 3), cpu_mesh(2), [Shard(0)])
+    copied = torch.compile(lambda x: written_view(x).clone(), backend="aot_eager")(x)
+    values = copied.full_tensor().tolist() == [[4.0] * 3] * 3, x.full_tensor()[:, 0].tolist()
+    try:
+        return values, torch.compile(written_view, backend="aot_eager")(x)
+    except Exception as error:
+        return values, str(error)
+
+
+def test_views_that_are_written(pool):
+    for values, text in pool.run(views, ranks=2, timeout=120.0):
+        assert values == (True, [2.0, 4.0, 4.0, 4.0])
+        assert "a compiled function returns a view of shape (3, 3) that it has written to" in text
+        assert "return a copy, view.clone(), or the base" in text
+
+
 def compiled(backend, dynamic, sizes):
     torch._dynamo.reset()
     mesh = cpu_mesh(2)

@@ -227,6 +227,16 @@ def is_tracing() -> bool:
     )
 
 
+_Functional: Any = find(
+    "torch._subclasses.functional_tensor:FunctionalTensor", "refusing views of compiled programs", ()
+)
+
+
+def is_out_of_trace(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor of a traced program after its tracing: nothing can be computed with it."""
+    return isinstance(tensor, _Functional) and _mode_of_key(_mode_keys.FUNCTIONAL) is None
+
+
 # -- autograd --------------------------------------------------------------------------------------
 
 # The number of the backward pass that runs on this thread, -1 if none does; its running node, or None; the number that

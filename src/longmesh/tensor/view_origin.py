@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longmesh._torch import OpOverload, below_autograd, increment_version, schema_of
+from longmesh._torch import (
+    OpOverload,
+    below_autograd,
+    increment_version,
+    is_out_of_trace,
+    schema_of,
+)
 from longmesh.comm import run_plan
 from longmesh.errors import LongmeshError
 from longmesh.tensor.dtensor import DTensor, wrap
@@ -94,6 +100,11 @@ def refresh(view: DTensor) -> None:
     """Read a view again if there were writes to its base. Collective where the view op is."""
     if is_outdated(view):
         assert view._origin is not None
+        if is_out_of_trace(view._local_tensor):
+            raise LongmeshError(
+                f"a compiled function returns a view of shape {tuple(view.shape)} that it has written to, and had to "
+                f"copy: its base is laid out as {view._origin.base._layout}; return a copy, view.clone(), or the base"
+            )
         with torch.no_grad(), below_autograd():
             _read(view, version_of(view._origin.counted))
 
