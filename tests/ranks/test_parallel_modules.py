@@ -285,7 +285,7 @@ def test_mistakes(pool):
         ),
         (
             "ColwiseParallel of Linear: the input is on DeviceMesh((1, 2), 'cpu', stride=((), 1)) and the module on "
-            "DeviceMesh((2,), 'cpu', stride=(1,)); bring them onto one mesh"
+            "DeviceMesh((2,), 'cpu', stride=(1,)); put them on one mesh"
         ),
         (
             "RowwiseParallel can't take ParallelLinear '0': a style was applied to it already; name a module once in a "

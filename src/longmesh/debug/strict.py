@@ -42,7 +42,7 @@ def _refuse(op: WatchedOp, step: Step) -> None:
     what = f"input {step.input}"
     remedy = f"call redistribute(placements={list(plan.dst.placements)}) on it first, or give it that layout"
     if step.input is None:
-        what, remedy = f"an intermediate value of {plan.shape}", "bring its inputs to other layouts first"
+        what, remedy = f"an intermediate value of {plan.shape}", "redistribute its inputs first"
     raise LongmeshError(
         f"strict(): {op.func} of {inputs} would redistribute {what} from {plan.src} to {plan.dst} "
         f"and send {format_bytes(plan.total_bytes)}, at {op.where}; {remedy}"

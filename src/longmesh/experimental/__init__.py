@@ -12,7 +12,7 @@ from longmesh.experimental.context_parallel import (
 )
 from longmesh.experimental.local_map import local_map
 from longmesh.experimental.register_sharding import register_sharding
-from longmesh.experimental.replication import implicit_replication
+from longmesh.tensor.plain import implicit_replication
 
 __all__ = [
     "context_parallel",

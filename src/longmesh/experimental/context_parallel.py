@@ -276,5 +276,5 @@ def _check_buffers(buffers: list[Tensor], dims: list[int], kept: set[Tensor]) ->
         )
     if len({b.device for b in buffers}) > 1:
         devices = ", ".join(sorted(str(b.device) for b in buffers))
-        raise LongmeshError(f"context_parallel: buffers on several devices: {devices}; bring them onto one")
+        raise LongmeshError(f"context_parallel: buffers on several devices: {devices}; put them on one")
     return lengths[0]

@@ -1,4 +1,4 @@
-"""Try out a rule's lines in one process: cut the inputs, run the op on every part, put the results together.
+"""Try out a rule's lines in one process: shard the inputs, run the op on every part, put the results together.
 
 No ranks and no communication: a line says that the op on the parts gives the parts of the result, and that is
 what is computed and compared with the op on the whole. What an op writes to is compared like its outputs.

@@ -67,9 +67,9 @@ def sharded_cross_entropy(
         smoothing=label_smoothing,
     )
     if not logits._tensor_layout.comm.is_member:
-        held, layout = logits._tensor_layout, _result_layout(terms)
+        own, layout = logits._tensor_layout, _result_layout(terms)
         shape = _result_shape(terms, logits.shape)
-        made = tensor_layout(held.mesh, layout, shape, contiguous_stride(shape), held.dtype)
+        made = tensor_layout(own.mesh, layout, shape, contiguous_stride(shape), own.dtype)
         return results_outside([logits], [made])[0]
 
     def by_ops(logits: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ class _CrossEntropy(torch.autograd.Function):
         odds = shifted.sub_(lse.unsqueeze(dim)).exp_()
         ctx.save_for_backward(logits, odds, place, is_own, share, ignored, divisor, own_weight)
         ctx.by_ops = by_ops
-        ctx.terms, ctx.held, ctx.start = terms, logits._tensor_layout, start
+        ctx.terms, ctx.own, ctx.start = terms, logits._tensor_layout, start
         shape = _result_shape(terms, logits.shape)
         return DTensor(result.to(x.dtype), mesh, _result_layout(terms), shape, contiguous_stride(shape))
 
@@ -192,12 +192,12 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
         terms: _Terms = ctx.terms
-        held = ctx.held
+        own = ctx.own
         logits, odds, place, is_own, share, ignored, divisor, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is asked for
             return *gradients_by_ops(ctx.by_ops, (logits,), (True,), grad), None, None, None, None
-        dim = _class_dim(len(held.shape))
-        wanted = terms.rows if terms.reduction == "none" else Layout.replicated(held.layout.mesh)
+        dim = _class_dim(len(own.shape))
+        wanted = terms.rows if terms.reduction == "none" else Layout.replicated(own.layout.mesh)
         factor = move(grad, wanted)._local_tensor.to(odds.dtype)
         if divisor is not None:
             factor = factor / divisor
@@ -209,9 +209,9 @@ class _CrossEntropy(torch.autograd.Function):
             made = made - even.unsqueeze(dim) * _own_weights(weight, odds, ctx.start, dim)
         if odds.shape[dim]:
             made.scatter_add_(dim, place, -(rows * is_own).unsqueeze(dim))
-        local = made.to(held.dtype)
-        shape = tuple(held.shape)
-        return DTensor(local, held.mesh, held.layout, shape, contiguous_stride(shape)), None, None, None, None
+        local = made.to(own.dtype)
+        shape = tuple(own.shape)
+        return DTensor(local, own.mesh, own.layout, shape, contiguous_stride(shape)), None, None, None, None
 
 
 def _highest(x: torch.Tensor, dim: int) -> torch.Tensor:

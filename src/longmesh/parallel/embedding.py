@@ -113,9 +113,9 @@ class _FusedEmbedding(torch.autograd.Function):
 
             (made,) = gradients_by_ops(by_ops, (table,), (True,), grad)
             return None, made, None, None, None
-        held = ctx.table
+        own = ctx.table
         wanted = Replicate() if step.by_rows else Shard(-1)
-        layout = layout_on(held.layout.mesh, wanted, len(ctx.shape), step.argument)
+        layout = layout_on(own.layout.mesh, wanted, len(ctx.shape), step.argument)
         local = take_gradient(grad, ctx.out, layout, ctx.shape, comm_of(step.mesh)).contiguous()
         start, length = (int(n) for n in ctx.rows)
         padding = ctx.padding
@@ -125,8 +125,8 @@ class _FusedEmbedding(torch.autograd.Function):
         made = aten.embedding_dense_backward(
             local, whole, length + step.by_rows, padding, ctx.by_frequency
         ).narrow(0, 0, length)
-        shape = tuple(held.shape)
-        return None, DTensor(made, step.mesh, held.layout, shape, contiguous_stride(shape)), None, None, None
+        shape = tuple(own.shape)
+        return None, DTensor(made, step.mesh, own.layout, shape, contiguous_stride(shape)), None, None, None
 
 
 def _look_up(part: torch.Tensor, indices: torch.Tensor, start: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
     by columns   x R      @ weight S(0) -> y S(-1)      the gradient of x is pending
     by rows      x S(-1)  @ weight S(1) -> y P          the gradient of y is needed whole
 
-The input is brought to the layout on the left and the result to the output layout, in the step itself; the
+The input is redistributed to the layout on the left and the result to the output layout, in the step itself; the
 gradients go the same ways back. Of a pending sum the bias is one term, so the first rank adds it.
 """
 

@@ -1,4 +1,4 @@
-"""loss_parallel: cross entropy of logits that are sharded by classes, computed where they lie.
+"""loss_parallel: cross entropy of logits that are sharded by classes, which are not gathered.
 
     a row's loss = log(sum of exp) - logit of its target
 

@@ -1,4 +1,4 @@
-"""PrepareModuleInput, PrepareModuleOutput: bring what goes into or comes out of a module into other layouts."""
+"""PrepareModuleInput, PrepareModuleOutput: redistribute what goes into or comes out of a module."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def _check_lengths(given: Any, wanted: Any, names: tuple[str, str]) -> None:
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Before a module runs, make its inputs DTensors laid out as `input_layouts` and bring them to
+    """Before a module runs, make its inputs DTensors laid out as `input_layouts` and redistribute them to
     `desired_input_layouts`; keyword inputs by name likewise. None leaves an input as it is. A DTensor input keeps
-    its own layout until it is brought there. With `use_local_output=True` the module gets plain tensors.
+    its own layout until then. With `use_local_output=True` the module gets plain tensors.
 
     >>> style = PrepareModuleInput(
     ...     input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True
@@ -164,7 +164,7 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """After a module has run, make its outputs DTensors laid out as `output_layouts` and bring them to
+    """After a module has run, make its outputs DTensors laid out as `output_layouts` and redistribute them to
     `desired_output_layouts`. None leaves an output as it is. Plain tensors come out, or with
     `use_local_output=False` DTensors.
 

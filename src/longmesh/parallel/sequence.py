@@ -28,7 +28,7 @@ class SequenceParallel(ParallelStyle):
     """Run an nn.LayerNorm, nn.RMSNorm, nn.Dropout or a module of the like on a sequence cut along `sequence_dim`.
 
     Its parameters are whole on every rank. A plain input is this rank's equal part of the sequence; a DTensor is
-    brought there. The output is a DTensor, or with `use_local_output=True` this rank's plain tensor.
+    redistributed to it. The output is a DTensor, or with `use_local_output=True` this rank's plain tensor.
 
     >>> norm = parallelize_module(nn.LayerNorm(8), mesh, SequenceParallel())
     >>> norm(torch.randn(2, 3, 8)).placements  # three tokens of each rank

@@ -153,7 +153,7 @@ def enter(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise LongmeshError(
-                f"{argument}: the input is on {tensor.device_mesh} and the module on {mesh}; bring them onto one mesh"
+                f"{argument}: the input is on {tensor.device_mesh} and the module on {mesh}; put them on one mesh"
             )
         return tensor
     layout = layout_on(MeshShape.of(mesh), placement, tensor.ndim, argument)

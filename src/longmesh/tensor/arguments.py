@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +22,14 @@ def resolve_mesh(mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
             f"{caller} needs a mesh: pass device_mesh=init_device_mesh('cpu', (ranks,)) or call it inside `with mesh:`"
         )
     return stack[-1]
+
+
+def refuse_meshes(first: DeviceMesh, second: DeviceMesh) -> NoReturn:
+    """Tensors of two meshes in one op."""
+    raise LongmeshError(
+        f"one op on tensors of two meshes: {first} and {second}; put them on one mesh first (full_tensor(), then "
+        "distribute_tensor())"
+    )
 
 
 def normalize_placements(placements: Sequence[Placement], ndim: int, caller: str) -> tuple[Placement, ...]:

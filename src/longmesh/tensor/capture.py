@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 class _Trace:
-    """One traced call: the graph of local ops, how its outputs are held, their structure, and which of the tensors
+    """One traced call: the graph of local ops, how its outputs are laid out, their structure, and which of the tensors
     that it was given it writes to."""
 
     def __init__(
@@ -81,8 +81,7 @@ class Captured(Generic[Arguments, Result]):
             results = trace.graph.forward(*locals_)
         increment_version([tensors[i] for i in trace.written if not tensors[i].is_inference()])
         wrapped: list[Any] = [
-            r if held is None else _wrap(r, held, False)
-            for r, held in zip(results, trace.outputs, strict=True)
+            r if own is None else _wrap(r, own, False) for r, own in zip(results, trace.outputs, strict=True)
         ]
         return wrapped[0] if trace.spec.is_leaf() else tree_unflatten(wrapped, trace.spec)
 
@@ -167,5 +166,5 @@ def _rebuild(leaf: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return local.requires_grad_(leaf.requires_grad)
 
 
-def _wrap(local: torch.Tensor, held: TensorLayout, requires_grad: bool) -> DTensor:
-    return DTensor(local, held.mesh, held.layout, held.shape, held.stride, requires_grad)
+def _wrap(local: torch.Tensor, own: TensorLayout, requires_grad: bool) -> DTensor:
+    return DTensor(local, own.mesh, own.layout, own.shape, own.stride, requires_grad)

@@ -19,17 +19,17 @@ from longmesh.tensor.dtensor import DTensor
 def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
     """The box this rank holds, if there is something in it."""
     _check(tensor)
-    held = tensor._tensor_layout
-    if not held.comm.is_member:
+    own = tensor._tensor_layout
+    if not own.comm.is_member:
         return []
-    where = held.comm.coordinate
-    sizes = torch.Size(map(int, held.layout.local_shape(held.shape, where)))
+    where = own.comm.coordinate
+    sizes = torch.Size(map(int, own.layout.local_shape(own.shape, where)))
     if sizes.numel():
-        offsets = torch.Size(map(int, held.layout.local_offset(held.shape, where)))
+        offsets = torch.Size(map(int, own.layout.local_offset(own.shape, where)))
         return [ChunkStorageMetadata(offsets=offsets, sizes=sizes)]
-    if torch.Size(held.shape).numel():
+    if torch.Size(own.shape).numel():
         return []
-    return [ChunkStorageMetadata(offsets=torch.Size([0] * len(held.shape)), sizes=torch.Size(held.shape))]
+    return [ChunkStorageMetadata(offsets=torch.Size([0] * len(own.shape)), sizes=torch.Size(own.shape))]
 
 
 def boxes_to_load(tensor: DTensor) -> list[ChunkStorageMetadata]:

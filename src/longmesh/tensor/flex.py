@@ -100,11 +100,11 @@ def flex_attention(
 
 def _outside(q: DTensor, k: DTensor, v: DTensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
     """Output and lse on a rank that is not in the mesh: without data."""
-    held = [
+    layouts = [
         tensor_layout(q._mesh, q._layout, shape, contiguous_stride(shape), dtype)
         for shape, dtype in zip(shapes, (q.dtype, accumulate_dtype(q.dtype)), strict=True)
     ]
-    return results_outside((q, k, v), held)
+    return results_outside((q, k, v), layouts)
 
 
 def _arranged(q: DTensor, k: DTensor, v: DTensor) -> list[DTensor]:

@@ -6,8 +6,9 @@ values is; anything else needs a layout, which only its owner knows.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from longmesh._torch import OpOverload, engine_code, in_backward, schema_of, takes_no_memory
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
+from longmesh.tensor.arguments import refuse_meshes
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_facts import out_names
@@ -27,10 +29,30 @@ from longmesh.tensor.tree import all_tensors, map_tensors
 
 # While an op is decomposed: what its decomposition makes is the same on every rank.
 decomposing: ContextVar[bool] = ContextVar("longmesh_decomposing", default=False)
-# Whether plain tensors that meet DTensors are whole on every rank: see experimental.implicit_replication.
-taken_as_replicated: ContextVar[bool] = ContextVar("longmesh_taken_as_replicated", default=False)
+# Whether plain tensors that meet DTensors are whole on every rank.
+_taken_as_replicated: ContextVar[bool] = ContextVar("longmesh_taken_as_replicated", default=False)
 # While torch computes an attention that was seen above autograd (functions.py): op by op, it adds a mask to the scores.
 in_attention: ContextVar[bool] = ContextVar("longmesh_in_attention", default=False)
+
+
+@contextlib.contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Inside, an op on DTensors and plain tensors takes the plain ones as replicated instead of refusing them.
+
+    Nothing checks that they are equal on all ranks: where they are not, results differ from rank to rank. Local:
+    sends nothing itself. A backward() that meets plain tensors of its own must run inside, too.
+
+    >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    >>> with implicit_replication():
+    ...     y = x + torch.ones(5)
+    >>> y.placements
+    (Shard(dim=0),)
+    """
+    token = _taken_as_replicated.set(True)
+    try:
+        yield
+    finally:
+        _taken_as_replicated.reset(token)
 
 
 def first_mesh(args: Any, kwargs: Any) -> DeviceMesh:
@@ -92,10 +114,7 @@ def replicate_plain(
             if tensor._mesh is mesh or tensor._mesh == mesh:
                 return tensor
             if tensor.ndim:
-                raise LongmeshError(
-                    f"one op on tensors of two meshes: {mesh} and {tensor._mesh}; bring them onto one mesh first "
-                    "(full_tensor(), then distribute_tensor())"
-                )
+                refuse_meshes(mesh, tensor._mesh)
             tensor = value_of(tensor)
         is_equal = id(tensor) in written or _is_equal_everywhere(tensor)
         if not is_equal and not _is_mask(func, tensor, args, kwargs) and not _lengths.are(args, tensor):
@@ -115,7 +134,7 @@ def _is_equal_everywhere(tensor: torch.Tensor) -> bool:
     """
     if tensor.numel() <= 1 or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         return True
-    if decomposing.get() or taken_as_replicated.get():
+    if decomposing.get() or _taken_as_replicated.get():
         return True
     if all(step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
         return True

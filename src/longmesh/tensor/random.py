@@ -74,9 +74,9 @@ def manual_seed(seed: int) -> None:
     """Seed the random ops on DTensors and start their counter anew. Every rank must give the same seed.
 
     >>> manual_seed(7)
-    >>> cut = rand(5, device_mesh=mesh, placements=[Shard(0)]).full_tensor()
+    >>> sharded = rand(5, device_mesh=mesh, placements=[Shard(0)]).full_tensor()
     >>> manual_seed(7)
-    >>> torch.equal(cut, rand(5, device_mesh=mesh, placements=[Replicate()]).to_local())
+    >>> torch.equal(sharded, rand(5, device_mesh=mesh, placements=[Replicate()]).to_local())
     True
     """
     _state.set(int(seed) % 2**64)

@@ -19,8 +19,8 @@ from longmesh.comm import MeshComm
 from longmesh.comm.groups import AxisGroup
 from longmesh.comm.halo import Rows
 from longmesh.comm.intervals import Interval, Pieces
-from longmesh.errors import LongmeshError
 from longmesh.spec import Coordinate, Layout, MaskPartial, Partial
+from longmesh.tensor.arguments import refuse_meshes
 from longmesh.tensor.autograd import apply_lookup_mask, gradient_layout
 from longmesh.tensor.mask_buffer import without_mask
 from longmesh.tensor.meta import contiguous_stride
@@ -96,10 +96,7 @@ class StepWriter:
         own = x._tensor_layout
         if own.comm is not self.comm and own.mesh != self.comm.mesh:
             if own.shape:
-                raise LongmeshError(
-                    f"one op on tensors of two meshes: {self.comm.mesh} and {own.mesh}; bring them onto one mesh first "
-                    "(full_tensor(), then distribute_tensor())"
-                )
+                refuse_meshes(self.comm.mesh, own.mesh)
             moved = self.replicated(x)
             whole = Layout.replicated(self.comm.shape)
             x = self.planned(moved.slot, tensor_layout(self.comm.mesh, whole, (), (), own.dtype))

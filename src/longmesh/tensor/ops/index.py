@@ -50,10 +50,10 @@ def take_slice(p: Planner, tensor: Planned, dim: int, first: int, count: int, st
     shape = list(tensor.shape)
     shape[dim] = count
 
-    def held(coordinate: Coordinate) -> tuple[Interval, ...]:
+    def intervals(coordinate: Coordinate) -> tuple[Interval, ...]:
         return (sliced_part(first, count, step, *tensor.interval(dim, coordinate))[1],)
 
-    return p.exchange([p.local(own, tensor)], tensor, shape, dim, held)
+    return p.exchange([p.local(own, tensor)], tensor, shape, dim, intervals)
 
 
 def slice_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,7 +66,7 @@ def slice_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: 
     grad = p.linear_or_reduced(grad)
     first, _ = slice_range(sizes[dim], given["start"], given["end"], step)
 
-    def held(coordinate: Coordinate) -> tuple[Interval, ...]:
+    def intervals(coordinate: Coordinate) -> tuple[Interval, ...]:
         start, length = grad.interval(dim, coordinate)
         return ((first + start * step, (length - 1) * step + 1 if length else 0),)
 
@@ -79,7 +79,7 @@ def slice_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: 
         aten.slice.Tensor(wide, dim, 0, None, step).copy_(local)
         return wide
 
-    return p.exchange([p.local(spread, grad)], grad, sizes, dim, held)
+    return p.exchange([p.local(spread, grad)], grad, sizes, dim, intervals)
 
 
 def slice_scatter(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

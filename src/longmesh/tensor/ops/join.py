@@ -37,11 +37,11 @@ def cat(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     shape = list(tensors[0].shape)
     shape[dim] = sum(sizes)
 
-    def held(coordinate: Coordinate) -> tuple[Interval, ...]:
+    def intervals(coordinate: Coordinate) -> tuple[Interval, ...]:
         found = (layout.interval(dim, size, coordinate) for size in sizes)
         return tuple((start + int(a), int(n)) for start, (a, n) in zip(starts, found, strict=True))
 
-    return p.exchange(pieces, largest, shape, dim, held, layout=layout, dtype=dtype)
+    return p.exchange(pieces, largest, shape, dim, intervals, layout=layout, dtype=dtype)
 
 
 def _others(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
@@ -66,11 +66,11 @@ def _pad_sharded_dim(p: Planner, tensor: Planned, dim: int, left: int, right: in
     shape = list(tensor.shape)
     shape[dim] += left + right
 
-    def held(coordinate: Coordinate) -> tuple[Interval, ...]:
+    def intervals(coordinate: Coordinate) -> tuple[Interval, ...]:
         start, length = tensor.interval(dim, coordinate)
         return ((start + left, length),)
 
-    return p.exchange([tensor], tensor, shape, dim, held, fill=value)
+    return p.exchange([tensor], tensor, shape, dim, intervals, fill=value)
 
 
 def flip(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -83,11 +83,11 @@ def flip(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     result = p.wrap(p.local(torch.flip, tensor, dims), tensor)
     for d in sharded:
 
-        def held(coordinate: Coordinate, d: int = d) -> tuple[Interval, ...]:
+        def intervals(coordinate: Coordinate, d: int = d) -> tuple[Interval, ...]:
             start, length = tensor.interval(d, coordinate)
             return ((tensor.shape[d] - start - length, length),)
 
-        result = p.exchange([result], tensor, tensor.shape, d, held)
+        result = p.exchange([result], tensor, tensor.shape, d, intervals)
     return result
 
 
@@ -111,15 +111,15 @@ def _roll_sharded_dim(p: Planner, tensor: Planned, dim: int, shift: int) -> Plan
     """A rank's rows move on by `shift`; those that pass the end begin anew."""
     size = tensor.shape[dim]
 
-    def held(coordinate: Coordinate) -> tuple[Interval, ...]:
+    def intervals(coordinate: Coordinate) -> tuple[Interval, ...]:
         start, length = tensor.interval(dim, coordinate)
         begin = (start + shift) % size
         before_end = min(length, size - begin)
         return ((begin, before_end), (0, length - before_end))
 
-    first, second = held(tensor._tensor_layout.comm.coordinate)
+    first, second = intervals(tensor._tensor_layout.comm.coordinate)
     pieces = p.locals(2, torch.split, tensor, [first[1], second[1]], dim)
-    return p.exchange(pieces, tensor, tensor.shape, dim, held)
+    return p.exchange(pieces, tensor, tensor.shape, dim, intervals)
 
 
 def repeat(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
