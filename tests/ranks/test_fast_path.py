@@ -91,11 +91,14 @@ def programs(x: Any, y: Any, w: Any) -> list[Any]:
         x.transpose(0, 1),
         x.unsqueeze(0),
         x[:, 1:3],
+        x[:, -2:],
         x.reshape(size, width, 1),
         x.expand(2, size, width),
     ]
     made += [
         torch.cat([x, y], 1),
+        torch.stack([x, y]),
+        torch.cat([x.detach(), torch.ones(size, width, dtype=torch.int32)], 1),
         x.split(2, 1),
         x @ w,
         torch.addmm(y, x, w),

@@ -26,7 +26,7 @@ from longmesh._torch import (
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_key import describe, describe_named
-from longmesh.tensor.op_plan import OpPlan, wrap
+from longmesh.tensor.op_plan import OpPlan, Output, wrap
 
 aten = torch.ops.aten
 
@@ -35,8 +35,8 @@ Method = Callable[..., Any]
 _is_grad_enabled = torch.is_grad_enabled
 
 
-def _run(plan: Any, *parts: Any) -> DTensor | None:
-    """The result of a known plain plan; None where it is another one, or somebody would see the op."""
+def _output(plan: Any) -> Output | None:
+    """What a known plain plan gives; None where it is another one, or somebody would see the op."""
     if (
         type(plan) is not OpPlan
         or plan.quick.known is None
@@ -46,7 +46,7 @@ def _run(plan: Any, *parts: Any) -> DTensor | None:
         or functorch_level() is not None
     ):
         return None
-    return wrap(plan.plain(*parts), plan.quick)  # pyright: ignore[reportOptionalCall]
+    return plan.quick
 
 
 def _binary(op: OpOverload, by_torch: Method) -> Method:
@@ -66,8 +66,9 @@ def _binary(op: OpOverload, by_torch: Method) -> Method:
             seen, part = float if kind is float else other, other  # as `describe` has numbers
         else:
             return by_torch(self, other)
-        result = _run(own.plans.get((tables.get(number), own, seen)), self._local_tensor, part)
-        return by_torch(self, other) if result is None else result
+        plan = own.plans.get((tables.get(number), own, seen))
+        output = _output(plan)
+        return by_torch(self, other) if output is None else wrap(plan.plain(self._local_tensor, part), output)
 
     return method
 
@@ -77,9 +78,9 @@ def _matmul(self: Any, other: Any) -> Any:
     if type(other) is DTensor and not (_is_grad_enabled() and (self.requires_grad or other.requires_grad)):
         own, seen = self._tensor_layout, other._tensor_layout
         plan = own.plans.get((dispatch.tables.get(_MM), own, seen))  # only matrices have one
-        result = _run(plan, self._local_tensor, other._local_tensor)
-        if result is not None:
-            return result
+        output = _output(plan)
+        if output is not None:
+            return wrap(plan.plain(self._local_tensor, other._local_tensor), output)
     return torch.Tensor.matmul(self, other)
 
 
@@ -93,8 +94,9 @@ def _unary(op: OpOverload, by_torch: Method) -> Method:
     def method(self: Any) -> Any:
         if _is_grad_enabled() and self.requires_grad:
             return by_torch(self)
-        result = _run(self._tensor_layout.plans.get((tables.get(number), ())), self._local_tensor)
-        return by_torch(self) if result is None else result
+        plan = self._tensor_layout.plans.get((tables.get(number), ()))
+        output = _output(plan)
+        return by_torch(self) if output is None else wrap(plan.plain(self._local_tensor), output)
 
     return method
 
@@ -113,9 +115,9 @@ def _reduction(op: OpOverload, by_torch: Method) -> Method:
             and not (_is_grad_enabled() and self.requires_grad)
         ):
             plan = self._tensor_layout.plans.get((tables.get(number), args[:1], rest))
-            result = _run(plan, self._local_tensor, *args)
-            if result is not None:
-                return result
+            output = _output(plan)
+            if output is not None:
+                return wrap(plan.plain(self._local_tensor, *args), output)
         return by_torch(self, *args, **options)
 
     return method
@@ -134,7 +136,7 @@ def _in_place(op: OpOverload, by_torch: Method) -> Method:
 
 
 def _write(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Do as `_run` for an op that writes to its first argument; False where it was not done."""
+    """Run a known plain plan of an op that writes to its first argument; False where it was not done."""
     table = dispatch.tables.get(number)
     if (
         table is None

@@ -24,6 +24,7 @@ from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.make_plan import PlanMaker, dtensors_of
 from longmesh.tensor.op_key import (
     GENERAL,
+    LIST,
     VALUE_TYPES,
     VALUES,
     Note,
@@ -31,6 +32,8 @@ from longmesh.tensor.op_key import (
     describe,
     describe_named,
     exact_key,
+    key_of_list,
+    key_of_sizes,
 )
 from longmesh.tensor.op_plan import OpPlan, execute, finish
 from longmesh.tensor.outside import is_split, plan_outside, run_split
@@ -62,14 +65,26 @@ class Dispatcher(PlanMaker):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """`__torch_dispatch__` of DTensors: torch calls this, with nothing in between."""
-        table = self.tables.get(id(func)) or self._table(func)
+        try:
+            table = self.tables[id(func)]
+        except KeyError:
+            table = self._table(func)
         # Written out, since every op comes through here: what `OpTable.key` does, and what `execute` does for a plan
         # that is one local call with one result.
+        local_args: Any
         local_kwargs = None
-        form = table.form
-        if kwargs or form == GENERAL:
+        form = GENERAL if kwargs else table.form
+        if form > LIST:
+            first, rest = args[0], args[1:]
+            lead = first._tensor_layout
+            local_args = (first._local_tensor, *rest)
+            key = (table, rest) if form == VALUES else key_of_sizes(table, rest)
+        elif form and (key := key_of_list(table, args)) is not None:
+            lead = key[2]
+            local_args = ([t._local_tensor for t in args[0]], *args[1:])
+        else:
             parts: list[Any] = [table]
-            local_args: list[Any] = []
+            local_args = []
             for value in args:
                 kind = type(value)
                 if kind is DTensor:
@@ -86,19 +101,15 @@ class Dispatcher(PlanMaker):
             lead = parts[1]
             if type(lead) is not TensorLayout:
                 lead = next(p for p in parts if type(p) is TensorLayout)
-        else:
-            first = args[0]
-            lead = first._tensor_layout
-            rest = args[1:]
-            local_args = [first._local_tensor, *rest]
-            key = (table, rest) if form == VALUES else table.key_of_sizes(args)
         if table.writes and (table.written_lists or _is_inference_mode()):
             table.count_writes(lead, args)
         try:
-            plan = lead.plans.get(key)
+            plan = lead.plans[key]
+        except KeyError:
+            plan = None
         except TypeError:  # symbolic sizes don't hash
             plan = key = None
-        if type(plan) is not OpPlan:
+        if plan is None or plan is BY_VALUE:
             plan = self._first_time(table, lead, key, args, kwargs or {})
             if type(plan) is not OpPlan:
                 return plan
@@ -134,7 +145,7 @@ class Dispatcher(PlanMaker):
         func = table.func
         note = None if table.note is None else (table.note(func, args, kwargs),)
         plain = []
-        if kwargs or table.form == GENERAL:
+        if kwargs or table.form in (GENERAL, LIST):
             plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
         is_mixed = func in self.mixed
         if is_mixed and is_split(args, kwargs):

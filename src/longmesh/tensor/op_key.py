@@ -4,6 +4,7 @@
     mul.Tensor(x, 2.5)      (mul, layout of x, float), as for any float: the plan of a pointwise op does not read it
     _softmax(x, 1, False)   (softmax, (1, False)): of an op on one tensor, whose plans its layout holds, the values
     sum.dim_IntList(x, [1]) (sum, (1,), ())
+    cat([x, y], 1)          (cat, (1,), layout of x, layout of y)
 
 The op stands in it as its OpTable: when a rule changes, all tables are made anew, and no old key is found again.
 """
@@ -28,8 +29,9 @@ PLAIN = object()
 # Of these the value says all: no two of them that differ are equal.
 VALUE_TYPES = frozenset((int, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device))
 
-# Forms of a key: any arguments; one tensor and values that hash; one tensor, a list of integers and such values.
-GENERAL, VALUES, SIZES = range(3)
+# Forms of a key: any arguments; a list of tensors and values that hash; one tensor and such values; one tensor, a list
+# of integers and such values.
+GENERAL, LIST, VALUES, SIZES = range(4)
 _HASHED = frozenset(("int", "SymInt", "bool", "str", "float", "Device"))
 
 
@@ -58,19 +60,18 @@ class OpTable:
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """The key of a call; None where it has symbolic sizes, which don't hash."""
-        if kwargs or self.form == GENERAL:
+        key = None
+        if not kwargs and self.form == LIST:
+            key = key_of_list(self, args)
+        elif not kwargs and self.form != GENERAL:
+            key = (self, args[1:]) if self.form == VALUES else key_of_sizes(self, args[1:])
+        if key is None:
             key = (self, *exact_key(args, kwargs, self.reads_floats))
-        else:
-            key = (self, args[1:]) if self.form == VALUES else self.key_of_sizes(args)
         try:
             hash(key)
         except TypeError:
             return None
         return key
-
-    def key_of_sizes(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The key of one tensor, a list of integers (None: not given) and values."""
-        return (self, *args[1:]) if len(args) == 1 or args[1] is None else (self, tuple(args[1]), args[2:])
 
     def count_writes(self, lead: TensorLayout, args: tuple[Any, ...]) -> None:
         """Count the writes that torch does not: in inference mode, and of subclasses in lists of tensors."""
@@ -81,6 +82,19 @@ class OpTable:
                 increment_version(args[place])
 
 
+def key_of_sizes(table: OpTable, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The key of one tensor, and `rest`: a list of integers (None: not given) and values."""
+    return (table, *rest) if not rest or rest[0] is None else (table, tuple(rest[0]), rest[1:])
+
+
+def key_of_list(table: OpTable, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The key of a list of DTensors and values; None where there is a plain tensor in the list."""
+    try:
+        return (table, args[1:], *[t._tensor_layout for t in args[0]])
+    except AttributeError:
+        return None
+
+
 def _form(schema: Any, reads_floats: bool) -> int:
     """What the key of an op may be made of. Where an argument has one type, its value needs no type beside it, though
     1, 1.0 and True are equal."""
@@ -89,10 +103,10 @@ def _form(schema: Any, reads_floats: bool) -> int:
         kind.removeprefix("Optional[").removesuffix("]") if "List" not in kind else kind for kind in kinds
     ]
     hashed = _HASHED if reads_floats else _HASHED - {"float"}
+    if kinds[:1] in (["Tensor"], ["List[Tensor]"]) and all(kind in hashed for kind in kinds[1:]):
+        return VALUES if kinds[0] == "Tensor" else LIST
     if kinds[:1] != ["Tensor"]:
         return GENERAL
-    if all(kind in hashed for kind in kinds[1:]):
-        return VALUES
     is_sizes = kinds[1] in ("List[int]", "Optional[List[int]]") and all(kind in hashed for kind in kinds[2:])
     return SIZES if is_sizes else GENERAL
 
@@ -104,20 +118,25 @@ def describe(value: Any, parts: list[Any], reads_floats: bool = True) -> Any:
     if kind in VALUE_TYPES:
         parts.append(value)
         return value
+    if kind is float:
+        parts.append(float)
+        if reads_floats:
+            parts.append(value)
+        return value
     if kind is list or kind is tuple:
         parts.append(list)
         parts.append(len(value))
         head = value[0] if value else None
         first = type(head)
-        if first is DTensor:
+        if first is int:  # sizes, dims: all of them integers, or symbols that don't hash
+            parts += value
+            return value
+        if issubclass(first, DTensor):
             try:
                 parts += [v._tensor_layout for v in value]
                 return [v._local_tensor for v in value]
             except AttributeError:  # a plain tensor among them
                 pass
-        if first is int:  # sizes, dims: all of them integers, or symbols that don't hash
-            parts += value
-            return value
         if first is bool:
             parts.append(bool)
             parts += value
@@ -131,11 +150,7 @@ def describe(value: Any, parts: list[Any], reads_floats: bool = True) -> Any:
     if isinstance(value, DTensor):
         parts.append(value._tensor_layout)
         return value._local_tensor
-    if kind is float:
-        parts.append(float)
-        if reads_floats:
-            parts.append(value)
-    elif kind is bool or kind is complex:
+    if kind is bool or kind is complex:
         parts.append(kind)
         parts.append(value)
     elif kind is slice:
