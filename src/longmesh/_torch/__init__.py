@@ -136,6 +136,31 @@ tree_flatten, tree_unflatten, tree_map, tree_is_leaf, tree_leaves = (
 
 # Make a tensor of a Python class that has a size and no memory of its own.
 make_wrapper = find("torch:Tensor._make_wrapper_subclass", "DTensor")
+
+
+def make_around(kind: type, part: torch.Tensor, spec: Any, requires_grad: bool) -> Any:
+    """A tensor of `kind` around this rank's part, of the size and stride that `spec` has; both are written to it."""
+    made = make_wrapper(
+        kind,
+        spec.shape,
+        spec.stride,
+        None,
+        None,
+        part.dtype,
+        torch.strided,
+        part.device,
+        False,
+        requires_grad,
+    )
+    made._local_tensor = part
+    made._spec = spec
+    return made
+
+
+# The same in one call, of a `spec` that is its own `tensor_meta`; the part has no gradient of its own, and is dense.
+make_quickly: Callable[[type, torch.Tensor, Any, bool], Any] = find(
+    "torch:Tensor._dtensor__new__", "the short way of ops", otherwise=make_around
+)
 # For a class whose functions need no __torch_function__: torch asks __torch_dispatch__ only.
 no_torch_function = find("torch._C:_disabled_torch_function_impl", "DTensor")
 # Count a write to tensors that autograd would not see by itself: (list of tensors).

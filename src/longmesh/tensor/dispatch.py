@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload, dispatch_mode_count, dispatch_modes, set_dispatch_modes
+from longmesh._torch import OpOverload, dispatch_mode_count, dispatch_modes, make_quickly, set_dispatch_modes
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.make_plan import PlanMaker, dtensors_of
 from longmesh.tensor.op_key import (
@@ -120,10 +120,7 @@ class Dispatcher(PlanMaker):
         known = plan.quick.known
         if known is None or known.dtype is not local.dtype or (plan.is_view and _is_inference_mode()):
             return finish(plan, local, func, args, kwargs or {})
-        result = known.make(local.device)
-        result._local_tensor = local
-        result._tensor_layout = known
-        return result
+        return make_quickly(known.tensor_class, local, known, False)
 
     def _table(self, func: OpOverload) -> OpTable:
         table = self.tables[id(func)] = OpTable(func, self.notes.get(func))

@@ -16,17 +16,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh._torch import functorch_level, is_transformed, no_torch_function
+from longmesh._torch import (
+    functorch_level,
+    is_transformed,
+    make_around,
+    make_quickly,
+    no_torch_function,
+)
 from longmesh.comm import comm_anywhere
 from longmesh.errors import LongmeshError
 from longmesh.spec import (
-    DTensorSpec,
     Layout,
     Partial,
     Placement,
     Replicate,
     ShardOrder,
-    TensorMeta,
 )
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.foreign import refuse_fsdp, refuse_transformed
@@ -58,9 +62,11 @@ class DTensor(torch.Tensor):
     (Partial(sum),)
     """
 
-    __slots__ = ("_local_tensor", "_tensor_layout")
+    # Names that torch writes to as it makes one quickly; `_tensor_layout` is `_spec` under the name that we use.
+    __slots__ = ("_local_tensor", "_spec")
 
     _local_tensor: torch.Tensor
+    _spec: TensorLayout
     _tensor_layout: TensorLayout
     # The mask of a pending lookup (a MaskPartial layout); few tensors have one, so it is not a slot.
     _lookup: PendingLookup | None = None
@@ -87,10 +93,7 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Wrap a local tensor that is already this rank's part. For users: `from_local`."""
         held = tensor_layout(mesh, layout, shape, stride, local_tensor.dtype)
-        self = held.make(local_tensor.device, False, requires_grad)
-        self._local_tensor = local_tensor
-        self._tensor_layout = held
-        return self
+        return make_around(held.tensor_class, local_tensor, held, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -242,10 +245,6 @@ class DTensor(torch.Tensor):
         """Which axes shard each dim, the outermost first."""
         return self._layout.shard_order
 
-    @property
-    def _spec(self) -> DTensorSpec:
-        return DTensorSpec(self._mesh, self._layout, TensorMeta(self.shape, self.stride(), self.dtype))
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         outdated = ", outdated=True" if autograd.is_outdated(self) else ""
         order = "" if self._layout.is_default_order else f", shard_order={self._layout.shard_order}"
@@ -332,25 +331,20 @@ class Factor(DTensor):
 def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """from_local's common case."""
     stride, comm = None if local.is_contiguous() else local.stride(), comm_anywhere(mesh)
-    of_parts = autograd.held_of_parts
-    for size in local.shape:
-        if type(size) is not int:  # symbolic sizes don't hash
-            of_parts = autograd.make_of_parts
-    held = of_parts(comm, placements, local.shape, stride, local.dtype)
-    result = held.make(local.device)
-    result._local_tensor = local.detach() if comm.is_member else local.new_empty(0)
-    result._tensor_layout = held
-    return result
+    try:
+        held = autograd.held_of_parts(comm, placements, local.shape, stride, local.dtype)
+    except TypeError:  # symbolic sizes don't hash
+        held = autograd.make_of_parts(comm, placements, local.shape, stride, local.dtype)
+    part = local.detach() if comm.is_member else local.new_empty(0)
+    return make_quickly(held.tensor_class, part, held, False)
 
 
 def wrap(local: torch.Tensor, held: TensorLayout) -> DTensor:
     """The DTensor whose part here is `local`: every op's last step."""
-    result = held.make(local.device)
-    result._local_tensor = local
-    result._tensor_layout = held
-    return result
+    return make_around(held.tensor_class, local, held, False)
 
 
+DTensor._tensor_layout = DTensor._spec
 TensorLayout.classes = (DTensor, Factor)
 
 # The class and what works on it need each other: they come when the class is there.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh._torch import OpOverload, no_dispatch
+from longmesh._torch import OpOverload, make_quickly, no_dispatch
 from longmesh.rules.lookup import Masked
 from longmesh.spec import Layout
 from longmesh.tensor.dtensor import DTensor, wrap as wrap_tensor
@@ -205,10 +205,7 @@ def wrap(local: Any, output: Output) -> DTensor:
     """A DTensor around a local result."""
     known = output.known
     if known is not None and known.dtype is local.dtype:
-        result = known.make(local.device)
-        result._local_tensor = local
-        result._tensor_layout = known
-        return result
+        return make_quickly(known.tensor_class, local, known, False)
     mask = None
     if type(local) is Masked:
         local, mask = local

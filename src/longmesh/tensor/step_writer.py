@@ -136,7 +136,7 @@ class StepWriter:
             return self.redistribute(self.planned(slot, known), layout)
         slot = self.new_slot()
         self.steps.append(Redistribute(x.slot, slot, own, layout, x.input, remembers))
-        stride = contiguous_stride(own.shape) if own.face_stride is not None else own.stride
+        stride = contiguous_stride(own.shape)
         return self.planned(slot, tensor_layout(own.mesh, layout, own.shape, stride, own.dtype))
 
     def replicated(self, x: Any) -> Planned:

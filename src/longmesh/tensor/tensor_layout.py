@@ -7,18 +7,15 @@ what depends on it is not cached.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh._torch import make_wrapper
 from longmesh.comm import MeshComm, comm_anywhere
 from longmesh.plan import RedistributePlan, plan_redistribute
 from longmesh.spec import Layout, MaskPartial
-from longmesh.tensor.meta import contiguous_stride
 
 
 class Kind:
@@ -36,7 +33,6 @@ class TensorLayout:
     __slots__ = (
         "comm",
         "dtype",
-        "face_stride",
         "has_lookup",
         "is_copied_view",
         "is_expanded",
@@ -44,13 +40,14 @@ class TensorLayout:
         "is_symbolic",
         "kind",
         "layout",
-        "make",
         "mesh",
         "plans",
         "reduced",
         "routes",
         "shape",
         "stride",
+        "tensor_class",
+        "tensor_meta",
         "views",
     )
 
@@ -63,8 +60,6 @@ class TensorLayout:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    # What torch is told of the stride: None where it is what torch takes a stride to be, which is cheaper to say.
-    face_stride: tuple[int, ...] | None
     is_symbolic: bool
     # Whether a dim between the first and the last is sharded: as rows of a matrix the parts would not be in one piece.
     is_sharded_inside: bool
@@ -83,8 +78,9 @@ class TensorLayout:
     is_copied_view: bool
     # Whether it is a pending lookup, whose mask is not applied yet.
     has_lookup: bool
-    # Makes a tensor that is laid out so: (device, False, requires_grad).
-    make: Callable[..., Any]
+    # The class of tensors that are laid out so, and where torch finds shape and stride: here.
+    tensor_class: type
+    tensor_meta: TensorLayout
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorLayout:
         return self
@@ -151,7 +147,6 @@ def _make(comm: MeshComm, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorL
     held.mesh, held.comm = comm.mesh, comm
     held.layout, held.shape, held.stride, held.dtype, held.reduced, held.is_copied_view = key
     held.is_symbolic = is_symbolic
-    held.face_stride = held.stride if is_symbolic or held.stride != contiguous_stride(held.shape) else None
     last = len(held.shape) - 1
     held.is_sharded_inside = bool([dim for dim in held.layout.shard_dims if 0 < dim < last])
     held.is_expanded = (
@@ -162,10 +157,8 @@ def _make(comm: MeshComm, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorL
     held.routes = {}
     held.plans = {}
     held.views = set()
-    kind = TensorLayout.classes[held.is_sharded_inside]
-    held.make = functools.partial(
-        make_wrapper, kind, held.shape, held.face_stride, None, None, held.dtype, torch.strided
-    )
+    held.tensor_class = TensorLayout.classes[held.is_sharded_inside]
+    held.tensor_meta = held
     held.has_lookup = MaskPartial in map(type, held.layout.placements)
     held.kind = Kind() if is_symbolic else _kind(held)
     return held
