@@ -110,6 +110,11 @@ def programs(x: Any, y: Any, w: Any) -> list[Any]:
         z.mul_(2).add_(y, alpha=3).clamp_(-1, 1).zero_()
         torch._foreach_add_([z, z.clone()], [y, y])
         made += torch._foreach_sqrt([x.detach().abs(), y.abs()])
+        inside = x.detach().reshape(
+            size, width, 1
+        )  # sharded between its first and last dim, for one of the layouts
+        made += torch._foreach_neg([inside, inside])
+        made += torch._foreach_add([inside, inside], [inside, inside])
         with torch.inference_mode():
             made += [(x + y).transpose(0, 1), x.transpose(0, 1), x.unsqueeze(0)]
     (F.linear(x.softmax(-1), w).tanh() * y).sum().backward()
