@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,9 @@ def _index(record: Any) -> MetadataIndex:
 def _storage_info(record: Any) -> StorageInfo:
     state = _state(record, "torch.distributed.checkpoint.filesystem._StorageInfo")
     if state.get("transform_descriptors"):
-        raise NotPlain(f"its pieces went through {state['transform_descriptors']}, which is not supported")
+        raise NotPlain(
+            f"its pieces went through {short(state['transform_descriptors'])}, which is not supported"
+        )
     path = _checked(state.get("relative_path"), str, "the name of a file")
     return StorageInfo(path, _count(state.get("offset")), _count(state.get("length")))
 
@@ -163,7 +166,7 @@ def _size(record: Any) -> torch.Size:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise NotPlain(f"{value!r} is not a size or offset")
+        raise NotPlain(f"{short(value)} is not a size or offset")
     return value
 
 

@@ -24,7 +24,7 @@ from torch.futures import Future
 from longmesh.checkpoint.description import read_description
 from longmesh.checkpoint.directory_writer import CHECKSUMS, MARK, METADATA, StorageInfo
 from longmesh.checkpoint.generations import list_steps
-from longmesh.checkpoint.inside import find_inside
+from longmesh.checkpoint.inside import find_inside, read_inside
 from longmesh.checkpoint.pickled import NotPlain
 from longmesh.checkpoint.pieces import Allowed, Part, Refused, check_archive, read_piece
 from longmesh.errors import CheckpointError
@@ -135,7 +135,7 @@ class DirectoryReader(PathReader):
 def read_whole_description(path: Path) -> tuple[Metadata, dict[str, dict[str, int]] | None]:
     """The description of a checkpoint, and its checksums: None if torch wrote it."""
     try:
-        data = find_inside(path, METADATA).read_bytes()
+        data = read_inside(path, METADATA)
     except OSError as error:
         raise CheckpointError(
             f"checkpoint {path} can't be read: {METADATA}: {error.strerror or error}"
@@ -172,7 +172,7 @@ def _read_checksums(path: Path, description: bytes) -> dict[str, dict[str, int]]
     if not os.path.lexists(path / CHECKSUMS):
         return None
     try:
-        found = json.loads(find_inside(path, CHECKSUMS).read_bytes())
+        found = json.loads(read_inside(path, CHECKSUMS))
         checksums: dict[str, dict[str, int]] = found["crc32"]
         for pieces in checksums.values():
             if not all(isinstance(value, int) for value in pieces.values()):

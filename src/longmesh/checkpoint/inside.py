@@ -7,6 +7,19 @@ from pathlib import Path
 
 from longmesh.errors import CheckpointError
 
+MOST_BYTES = 1 << 30  # of a description: those of thousands of ranks have some ten million
+
+
+def read_inside(root: Path, name: str) -> bytes:
+    """The bytes of a description `name` of the directory `root`, unless they are too many to be one."""
+    path = find_inside(root, name)
+    size = path.stat().st_size
+    if size > MOST_BYTES:
+        raise CheckpointError(
+            f"checkpoint {root} is refused: {name} has {size:,} bytes, and a description has at most {MOST_BYTES:,}"
+        )
+    return path.read_bytes()
+
 
 def find_inside(root: Path, name: str) -> Path:
     """The file `name` of the directory `root`. Refuses one outside of it, and what is not a regular file.

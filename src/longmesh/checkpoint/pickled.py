@@ -12,6 +12,8 @@ import pickletools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+_MOST_SHARED = 1000  # values for each byte of a pickle: honest ones share a few small tuples
+
 
 class NotPlain(ValueError):
     """Bytes that are not a pickle, or one that does what no plain description needs."""
@@ -50,7 +52,7 @@ def decode(data: bytes, check: Check | None = None) -> Decoded:
     With `check`, which gets the name and arguments of every call before those after it, for pickles of objects: states
     and items may go to anything, and are left out.
     """
-    machine = _Machine(check)
+    machine = _Machine(check, _MOST_SHARED * len(data))
     try:
         for opcode, argument, _ in pickletools.genops(data):
             step = _STEPS.get(opcode.name)
@@ -88,8 +90,12 @@ def list_names(data: bytes) -> list[str]:
 
 
 class _Machine:
-    def __init__(self, check: Check | None) -> None:
+    def __init__(self, check: Check | None, most: int) -> None:
         self.check = check
+        self.most = most
+        self.tuples: dict[
+            int, tuple[tuple[Any, ...], int]
+        ] = {}  # by id, with how many values each has inside
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -101,6 +107,14 @@ class _Machine:
         found = Name(f"{module}.{name}")
         self.names.append(str(found))
         self.stack.append(found)
+
+    def push_tuple(self, items: tuple[Any, ...]) -> None:
+        """A tuple of itself twice, of that twice, ...: its hash would take for ever."""
+        size = 1 + sum(self.tuples[id(item)][1] if id(item) in self.tuples else 1 for item in items)
+        if size > self.most:
+            raise NotPlain("it has a tuple in itself again and again")
+        self.tuples[id(items)] = items, size
+        self.stack.append(items)
 
     def since_mark(self) -> list[Any]:
         items, self.stack = self.stack, self.marks.pop()
@@ -149,7 +163,7 @@ def _set_items(machine: _Machine, items: list[Any]) -> None:
 def _tuple(machine: _Machine, size: int) -> None:
     items = tuple(machine.stack[len(machine.stack) - size :])
     del machine.stack[len(machine.stack) - size :]
-    machine.stack.append(items)
+    machine.push_tuple(items)
 
 
 def _get(machine: _Machine, index: int) -> None:
@@ -181,7 +195,7 @@ _STEPS: dict[str, _Step] = {
     "MARK": _mark,
     "EMPTY_LIST": lambda m, _: m.stack.append([]),
     "EMPTY_DICT": lambda m, _: m.stack.append({}),
-    "TUPLE": lambda m, _: (lambda items: m.stack.append(tuple(items)))(m.since_mark()),
+    "TUPLE": lambda m, _: m.push_tuple(tuple(m.since_mark())),
     "TUPLE1": lambda m, _: _tuple(m, 1),
     "TUPLE2": lambda m, _: _tuple(m, 2),
     "TUPLE3": lambda m, _: _tuple(m, 3),

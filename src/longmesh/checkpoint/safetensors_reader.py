@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.futures import Future
 
 from longmesh.checkpoint.directory_reader import PathReader
-from longmesh.checkpoint.inside import find_inside
+from longmesh.checkpoint.inside import find_inside, read_inside
 from longmesh.checkpoint.safetensors_format import DTYPES, INDEX
 from longmesh.errors import CheckpointError, LongmeshError
 
@@ -90,19 +90,24 @@ def read_stored(path: Path) -> dict[str, Stored]:
         if not os.path.lexists(path / "model.safetensors"):
             raise CheckpointError(f"{path} holds neither {INDEX} nor model.safetensors")
         return read_header(find_inside(path, "model.safetensors"))
-    index = find_inside(path, INDEX)
+    data = read_inside(path, INDEX)
     try:
-        weights: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        weights: dict[str, str] = json.loads(data)["weight_map"]
         names = sorted(set(weights.values()))
         if not all(isinstance(name, str) for name in names):
             raise ValueError("a file's name is not a string")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{index} is damaged: it is not an index of safetensors files ({error})"
+            f"{path / INDEX} is damaged: it is not an index of safetensors files ({error})"
         ) from error
     found: dict[str, Stored] = {}
     for name in names:
-        found |= read_header(find_inside(path, name))
+        stored = read_header(find_inside(path, name))
+        twice = sorted(found.keys() & stored.keys())
+        if twice:
+            both = f"{found[twice[0]].file.name} and {name}"
+            raise CheckpointError(f"{path} is damaged: {twice[0]!r} is in two of its files, {both}")
+        found |= stored
     lost = sorted(set(weights) - set(found))
     if lost:
         raise CheckpointError(f"{path} is damaged: {lost[0]!r} is in its index and in none of its files")

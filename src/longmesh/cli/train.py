@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import sys
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -194,11 +195,11 @@ def _start(told: dict[str, Any], launch: Launch) -> int:
     if is_terminal:
         told = told | {"terminal": os.ttyname(sys.stdout.fileno())}
     out = Path(told.get("out", DEFAULT_OUT))
-    at_first = _mark(out)
+    at_first = mark_of(out)
 
     def args(num_ranks: int, again: bool) -> list[str]:
         """The options as they were given; after a restart from what this run has saved, on the mesh that fits."""
-        goes_on = {"resume": "auto"} if again and _mark(out) != at_first else {}
+        goes_on = {"resume": "auto"} if again and mark_of(out) != at_first else {}
         mesh = fit_mesh(num_ranks, told) if num_ranks != launch.ranks.most else {}
         return [json.dumps(told | goes_on | mesh)]
 
@@ -209,7 +210,7 @@ def _start(told: dict[str, Any], launch: Launch) -> int:
         args,
         WaitLimits(start_s, start_s, limit_s),
         command="longmesh train",
-        mark=lambda: _mark(out),
+        mark=lambda: mark_of(out),
     )
     code = run_program(program, launch)
     if is_terminal:
@@ -217,7 +218,10 @@ def _start(told: dict[str, Any], launch: Launch) -> int:
     return code
 
 
-def _mark(out: Path) -> int | None:
-    """Another number for every checkpoint that is written there; None if there is none."""
-    found = [path.stat().st_mtime_ns for path in out.rglob(".metadata")] if out.is_dir() else []
+def mark_of(out: Path) -> int | None:
+    """Another number for every checkpoint that is whole there; None if there is none."""
+    found: list[int] = []
+    for path in out.glob("checkpoint/step-*/.metadata"):
+        with suppress(OSError):  # another run may just remove it
+            found.append(path.stat().st_mtime_ns)
     return max(found, default=None)

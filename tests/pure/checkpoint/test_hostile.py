@@ -17,11 +17,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, strategies as st
 
-from longmesh.checkpoint import load, save
+from longmesh.checkpoint import Directory, load, save
 from longmesh.checkpoint.description import read_description
 from longmesh.checkpoint.pickled import NotPlain, decode
 from longmesh.errors import CheckpointError, LongmeshError
 from support.checkpoints import archive_of, edit_metadata, replace_piece, save_one, state, write_metadata
+from support.hostile_files import pickled_piece
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -213,6 +214,50 @@ def test_any_bytes_are_plain_or_refused(data):
         decode(data)
     with pytest.raises(NotPlain):
         read_description(data)
+
+
+# A tuple of the one before, twice, 200 times: 2 ** 200 values for whoever asks for its hash.
+LAUGHING = b")q\x00" + b"h\x00\x86q\x00" * 200
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x80\x02}" + LAUGHING + b"Ns.", b"\x80\x02cbuiltins\nset\n]" + LAUGHING + b"a\x85R."]
+)
+def test_values_that_share_themselves_do_not_keep_anybody_busy(tmp_path, data):
+    path = tmp_path / "run"
+    save_one(path)
+    replace_piece(path, "step", pickled_piece(data, random.Random(1)))
+    with pytest.raises(CheckpointError, match=r"can't be read \(it has a tuple in itself again and again"):
+        load(state(), path)
+    write_metadata(path, data)
+    with pytest.raises(CheckpointError, match=r"its description can't be read \(it has a tuple in itself"):
+        load(state(), path)
+
+
+def test_tuples_that_are_shared_a_few_times_are_read(tmp_path):
+    shared = (1, (2, 3))
+    value = ({(shared, number): [shared] * 100 for number in range(100)},)
+    save({"x": value}, tmp_path / "run")
+    load(found := {"x": None}, tmp_path / "run")
+    assert found["x"] == value
+
+
+@pytest.mark.parametrize("name", [".metadata", ".longmesh.json"])
+def test_a_description_that_has_no_end_is_not_read(tmp_path, name):
+    directory = Directory(tmp_path)
+    for step in (1, 2):
+        directory.save({"x": torch.full((2,), float(step))}, step)
+    directory.flush()
+    path = tmp_path / "step-00000002"
+    os.truncate(path / name, 1 << 40)
+    told = (
+        f"{path} is refused: {name} has 1,099,511,627,776 bytes, and a description has at most 1,073,741,824"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        load({"x": torch.zeros(2)}, path)
+    lines = []
+    assert Directory(tmp_path, tell=lines.append).load_latest({"x": torch.zeros(2)}) == 1
+    assert lines == [f"checkpoint {told}; step 1 is used instead"]
 
 
 # -- paths -------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Our safetensors files beside those of its own library, and damaged ones."""
 
 import json
+import os
+import shutil
 import struct
 import sys
 
@@ -145,6 +147,17 @@ def test_bad_directories_are_told(tmp_path):
         load_safetensors({"a": torch.ones(2)}, tmp_path / "m")
     index.write_text(good.replace("00002-of", "00009-of"))
     with pytest.raises(CheckpointError, match=r"m is damaged: model-00009-of-00002.safetensors is missing"):
+        load_safetensors({"a": torch.ones(2)}, tmp_path / "m")
+    index.write_text(good)
+    files = sorted((tmp_path / "m").glob("*.safetensors"))
+    shutil.copy(files[0], files[1])
+    both = f"{files[0].name} and {files[1].name}"
+    with pytest.raises(CheckpointError, match=f"m is damaged: 'a' is in two of its files, {both}"):
+        load_safetensors({"a": torch.ones(2)}, tmp_path / "m")
+    os.truncate(index, 1 << 40)
+    with pytest.raises(
+        CheckpointError, match=r"index.json has 1,099,511,627,776 bytes, and a description has"
+    ):
         load_safetensors({"a": torch.ones(2)}, tmp_path / "m")
     index.write_text("{")
     with pytest.raises(CheckpointError, match="it is not an index of safetensors files"):

@@ -2,7 +2,7 @@
 
 from longmesh.cli.arguments import Launch, RankRange
 from longmesh.cli.restarts import Restarts
-from longmesh.cli.train import fit_mesh
+from longmesh.cli.train import fit_mesh, mark_of
 
 
 def restarts(max_restarts: int, least: int = 4, marks: list[int] | None = None) -> Restarts:
@@ -53,3 +53,20 @@ def test_the_mesh_that_fits():
         [1, 1, 1],
     ]
     assert fit_mesh(3, {}) == {"data": 1, "context": 3, "tensor": 1}
+
+
+def test_only_whole_checkpoints_are_progress(tmp_path):
+    assert mark_of(tmp_path) is None
+
+    def write(name):
+        (tmp_path / "checkpoint" / name).mkdir(parents=True)
+        (tmp_path / "checkpoint" / name / ".metadata").touch()
+
+    write(".step-00000002.saving")  # left by a save that was killed just before its end
+    (tmp_path / "checkpoint" / "step-00000001").mkdir()
+    (tmp_path / "checkpoint" / "step-00000001" / ".metadata").symlink_to("gone")  # as if it was just removed
+    assert mark_of(tmp_path) is None
+    write("step-00000002")
+    first = mark_of(tmp_path)
+    write("step-00000004")
+    assert first is not None and mark_of(tmp_path) != first
