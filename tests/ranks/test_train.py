@@ -1,5 +1,7 @@
 """The trainer on real ranks: the losses and weights of one process, on any mesh, and after a change of the mesh."""
 
+import contextlib
+import io
 import math
 
 import pytest
@@ -109,6 +111,26 @@ def test_a_checkpoint_of_another_run_is_refused(pool, tmp_path):
     (text, _) = pool.run(resume_wrongly, str(tmp_path / "nowhere"), {}, ranks=2)
     place = tmp_path / "nowhere" / "checkpoint"
     assert text == f"there is no checkpoint in {place}; leave out --resume to begin a new run"
+
+
+def resume_second(out):
+    """A run of seed 0 to step 3, then another of seed 1 to step 2 that goes on: from which step, and what is said."""
+    axes = slice_mesh(cpu_mesh(1, 2, 1, names=("data", "context", "tensor")))
+    told = {**SIZES, "context": 2, "out": out}
+    for seed, steps in ((0, 3), (1, 2)):
+        train(TrainOptions(**told, seed=seed, steps=steps, save_every=1), axes, Corpus(seed), say_nothing)
+    options = TrainOptions(**told, seed=1, steps=4, resume="auto")
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        record = train(options, axes, Corpus(1), say_nothing)
+    return [step.step for step in record.steps], said.getvalue()
+
+
+def test_what_an_earlier_run_has_left_at_later_steps_is_passed_over(pool, tmp_path):
+    first, second = pool.run(resume_second, str(tmp_path), ranks=2)
+    newest = tmp_path / "checkpoint" / "step-00000003"
+    line = f"{newest} is of another run, with seed=0 (here 1); step 2 is used instead\n"
+    assert first == ([2, 3], line)
+    assert second == ([2, 3], "")
 
 
 def meet(kind):

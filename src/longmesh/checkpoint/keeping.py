@@ -121,15 +121,17 @@ class Directory:
         """The newest step that has a checkpoint; reads the directory, and not whether it is damaged."""
         return next(reversed(self.steps()), None)
 
-    def latest_whole(self) -> int | None:
+    def latest_whole(self, *, before: int | None = None) -> int | None:
         """The newest step whose checkpoint is whole, every byte of it; None if there is no checkpoint at all.
 
-        Each rank reads a share of the files. A line tells of every damaged one that is passed over.
+        Each rank reads a share of the files. A line tells of every damaged one that is passed over. With `before`, the
+        newest whole one before that step; None if there is none.
         """
         self._finish()
         seen = self._world.gather(" ".join(map(str, self.steps() if self._world.rank == 0 else ())))[0]
         problems: list[str] = []
-        for step in reversed([int(text) for text in seen.split()]):
+        steps = [int(text) for text in seen.split()]
+        for step in reversed([step for step in steps if before is None or step < before]):
             found = self._find_damage(step)
             if found is None:
                 for problem in problems:
@@ -137,7 +139,7 @@ class Directory:
                 return step
             self._damaged.add(step)
             problems.append(found)
-        if problems:
+        if problems and before is None:
             raise CheckpointError(
                 f"no checkpoint in {self.path} is whole:\n" + "\n".join(f"  {p}" for p in problems)
             )

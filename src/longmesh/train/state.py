@@ -6,6 +6,7 @@ OUT/checkpoint/step-00000100      after 100 steps; the last few are kept, see lo
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from longmesh import checkpoint
 from longmesh.checkpoint import Directory
+from longmesh.comm import World
 from longmesh.errors import CheckpointError, LongmeshError, NumbersError
 from longmesh.train.options import AUTO, TrainOptions
 
@@ -61,19 +63,27 @@ def load_state(
     checkpoints: Directory, model: nn.Module, optimizer: Optimizer, options: TrainOptions, text: str = ""
 ) -> list[float]:
     """Go on from the newest whole checkpoint; the losses so far. Collective: every rank of the world."""
-    out, step = checkpoints.path.parent, checkpoints.latest_whole()
-    if step is None and options.resume == AUTO:
+    out, newest = checkpoints.path.parent, checkpoints.latest_whole()
+    if newest is None and options.resume == AUTO:
         return []
-    if step is None:
+    if newest is None:
         raise LongmeshError(
             f"there is no checkpoint in {checkpoints.path}; leave out --resume to begin a new run"
         )
-    path, described = checkpoints.step_path(step), {"run": ""}
-    checkpoint.load(described, path)
-    run = json.loads(described["run"])
-    differing = options.describe_differences(run["curve"])
-    if differing:
-        raise LongmeshError(f"{out} was trained with {differing}; a resumed run must be told the same")
+    step, run = newest, _load_run(checkpoints, newest)
+    others = options.describe_differences(run["curve"])
+    while options.describe_differences(run["curve"]):
+        # A run that began anew here leaves what an earlier one saved at later steps.
+        earlier = checkpoints.latest_whole(before=step)
+        if earlier is None:
+            raise LongmeshError(f"{out} was trained with {others}; a resumed run must be told the same")
+        step, run = earlier, _load_run(checkpoints, earlier)
+    path = checkpoints.step_path(step)
+    if step != newest and World().rank == 0:
+        told = (
+            f"{checkpoints.step_path(newest)} is of another run, with {others}; step {step} is used instead"
+        )
+        print(told, file=sys.stderr, flush=True)
     if text and run.get("text", text) != text:
         raise LongmeshError(
             f"{out} was trained on another text (digest {run['text']}, here {text}), so sequences would be seen twice "
@@ -86,6 +96,13 @@ def load_state(
         )
     checkpoint.load(collect_state(model, optimizer), path)
     return run["losses"]
+
+
+def _load_run(checkpoints: Directory, step: int) -> dict[str, Any]:
+    """What a checkpoint says of its run."""
+    described = {"run": ""}
+    checkpoint.load(described, checkpoints.step_path(step))
+    return json.loads(described["run"])
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
