@@ -96,7 +96,25 @@ def _plan_of(model: nn.Module) -> dict[str, Any]:
             "its attention; models with self- and cross-attention, such as Wan's, and joint ones, such as Flux, are "
             "supported"
         )
+    if any("." in key for key, how in plan.items() if not isinstance(how, dict)):
+        raise LongmeshError(
+            f"longmesh.diffusers.context_parallel: {name} gathers its latents again inside each of its layers; models "
+            "that cut them once, such as Wan's, are supported"
+        )
     return plan
+
+
+def _modules_of(model: nn.Module, name: str) -> list[nn.Module]:
+    """Those that a plan names; * stands for any part of a name."""
+    wanted = name.split(".")
+    if "*" not in wanted:
+        return [model.get_submodule(name)]
+    named = [(key.split("."), module) for key, module in model.named_modules()]
+    return [
+        module
+        for parts, module in named
+        if len(parts) == len(wanted) and all(w in ("*", part) for w, part in zip(wanted, parts, strict=True))
+    ]
 
 
 def _is_joint(plan: dict[str, Any]) -> bool:
@@ -113,10 +131,12 @@ class _Model:
         self._name = type(model).__name__
         self._is_joint = _is_joint(plan)
         self._cuts: dict[str, CutSequence] = {}
+        self._has_begun = False  # whether the latents are cut; what was made for them may be before
         self._opened: list[AttentionMode | None] = []
         handle.add(model.register_forward_pre_hook(self._begin))
-        for name, how in plan.items():
-            module = model.get_submodule(name)
+        for how, module in [
+            (how, module) for name, how in plan.items() for module in _modules_of(model, name)
+        ]:
             if not isinstance(how, dict):
                 handle.add(module.register_forward_hook(self._gather(how)))
             elif any(where.split_output for where in how.values()):
@@ -129,7 +149,7 @@ class _Model:
                 handle.add(module.register_forward_hook(self._after_attention, always_call=True))
 
     def _begin(self, *_: Any) -> None:
-        self._cuts = {}
+        self._cuts, self._has_begun = {}, False
 
     def _part(self, tensor: Any, where: Any, name: Any) -> Any:
         """This rank's tokens of a tensor, if it is one that has tokens there."""
@@ -171,6 +191,7 @@ class _Model:
             given = inspect.signature(module.forward).bind(*args, **kwargs)
             for name, where in how.items():
                 if name in given.arguments:
+                    self._has_begun |= name == "hidden_states"
                     given.arguments[name] = self._part(given.arguments[name], where, name)
             return given.args, given.kwargs
 
@@ -195,7 +216,7 @@ class _Model:
         """Self- and joint attention run over the whole sequence; cross-attention has its keys whole on every rank."""
         self._opened.append(None)
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        cut = self._attended()
+        cut = self._attended() if self._has_begun else None
         if cut is not None and (self._is_joint or given.get("encoder_hidden_states") is None):
             if given.get("attention_mask") is not None:
                 raise LongmeshError(

@@ -15,17 +15,20 @@ from longmesh.testing.mesh import cpu_mesh
 pytest.importorskip("diffusers", reason="the extra diffusers is not installed")
 
 from diffusers import (
+    ChronoEditTransformer3DModel,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
+    HeliosTransformer3DModel,
+    MiniMaxH3Transformer3DModel,
     QwenImageTransformer2DModel,
     UNet2DModel,
     WanTransformer3DModel,
 )
 
 
-def tiny_wan() -> nn.Module:
+def tiny_wan(kind: type[nn.Module] = WanTransformer3DModel) -> nn.Module:
     torch.manual_seed(0)
-    return WanTransformer3DModel(
+    return kind(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
         freq_dim=16, ffn_dim=32, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32,
     ).double()  # fmt: skip
@@ -42,9 +45,9 @@ def run(model: nn.Module, shape: tuple[int, ...], text: int) -> list[torch.Tenso
     return [out.detach(), *(g for g in torch.autograd.grad(loss, wanted, allow_unused=True) if g is not None)]
 
 
-def check(ranks: int) -> int:
+def check(ranks: int, kind: type[nn.Module]) -> int:
     """Compare with the model by itself, in this process. Collective."""
-    model = tiny_wan()
+    model = tiny_wan(kind)
     # Tokens: 3 * 3 * 5 = 45, 1 * 1 * 1 on several ranks, 2 * 2 * 2; texts as long as a rank's tokens among them.
     cases = [((1, 4, 3, 6, 10), 7), ((2, 4, 1, 2, 2), 5), ((1, 4, 2, 4, 4), 8 // ranks)]
     for shape, text in cases:
@@ -61,9 +64,54 @@ def check(ranks: int) -> int:
     return len(cases)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [(2, WanTransformer3DModel), (3, WanTransformer3DModel), (2, ChronoEditTransformer3DModel)],
+)
+def test_self_and_cross_attention_are_exact(pool, ranks, kind):
+    assert pool.run(check, ranks, kind, ranks=ranks, timeout=120.0) == [3] * ranks
+
+
+def run_packed(model: nn.Module, text: int) -> list[torch.Tensor]:
+    """MiniMax-H3 packs text, audio and video into one sequence, and refines the text before that."""
+    video, audio = 5, 3
+    torch.manual_seed(1)
+    length = video + audio + text
+    order = torch.randperm(length)
+    given = [torch.randn(1, n, dim, dtype=torch.float64) for n, dim in ((video, 4), (audio, 4), (text, 16))]
+    outs = model(
+        *given, torch.rand(2), torch.arange(length) % 2, torch.arange(length) % 3, torch.rand(length, 3),
+        *order.split([video, audio, text]), return_dict=False,
+    )  # fmt: skip
+    loss = sum((out * torch.randn(out.shape, dtype=out.dtype)).sum() for out in outs)
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    return [*(out.detach() for out in outs), *torch.autograd.grad(loss, wanted)]
+
+
+def check_packed(ranks: int) -> int:
+    torch.manual_seed(0)
+    model = MiniMaxH3Transformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, hidden_size=16, num_layers=2, num_refiner_layers=1, ffn_dim=16,
+        in_channels=1, audio_in_channels=4, text_dim=16, freq_dim=16, time_embed_hidden_dim=16, time_embed_dim=16,
+        rope_freq_dim=2,
+    ).double()  # fmt: skip
+    texts = (8, 4, 1)  # of 8 on 2 ranks, and of 4 on 3, each rank has as many tokens as the text
+    for text in texts:
+        want = run_packed(model, text)
+        handle = longmesh.diffusers.context_parallel(model, cpu_mesh(ranks))
+        got = run_packed(model, text)
+        for grad in got[2:]:
+            torch.distributed.all_reduce(grad)
+        # What is before the cut runs on every rank alike, and its gradients reach all of them.
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # some of the model is float32
+        handle.remove()
+    return len(texts)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_self_and_cross_attention_are_exact(pool, ranks):
-    assert pool.run(check, ranks, ranks=ranks, timeout=120.0) == [3] * ranks
+def test_attention_before_the_cut_is_over_its_own_tokens(pool, ranks):
+    assert pool.run(check_packed, ranks, ranks=ranks, timeout=120.0) == [3] * ranks
 
 
 def tiny_flux(kind: str) -> nn.Module:
@@ -145,8 +193,12 @@ def refuse() -> list[str]:
         sample_size=8, block_out_channels=(8,), down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",),
         norm_num_groups=4,
     )  # fmt: skip
+    helios = HeliosTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=16,
+        ffn_dim=32, num_layers=1, rope_dim=(4, 4, 4),
+    )  # fmt: skip
     said = []
-    for model in (qwen, unet, nn.Linear(2, 2)):
+    for model in (qwen, unet, helios, nn.Linear(2, 2)):
         try:
             longmesh.diffusers.context_parallel(model, cpu_mesh(2))
         except LongmeshError as error:
@@ -155,9 +207,10 @@ def refuse() -> list[str]:
 
 
 def test_what_is_not_supported_is_refused_by_name(pool):
-    for joint, planless, no_model in pool.run(refuse, ranks=2, timeout=60.0):
+    for joint, planless, often, no_model in pool.run(refuse, ranks=2, timeout=60.0):
         assert "QwenImageTransformer2DModel cuts its text and its latents, and gives more than both" in joint
         assert "UNet2DModel does not say where its sequence can be cut" in planless
+        assert "HeliosTransformer3DModel gathers its latents again inside each of its layers" in often
         assert "Linear is neither a transformer of diffusers nor a pipeline that has one" in no_model
 
 
