@@ -10,7 +10,7 @@ takes part in a sequence follows from global lengths, never from what it holds.
 from __future__ import annotations
 
 from collections.abc import Sequence as Listed
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
@@ -51,17 +51,22 @@ class Keys(NamedTuple):
     spans: tuple[Span, ...]
 
 
+# Values of known lengths, made without a call of Python: there is one for each sequence of every step.
+_entry, _keys = partial(tuple.__new__, Entry), partial(tuple.__new__, Keys)
+
+
 class StepPlan:
     """The rows of a step in order of its entries, and for each kind of mask who takes part."""
 
     def __init__(self, sequences: Listed[tuple[Sequence, int]], num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        held = [sequence for sequence, _ in sequences]
+        self.sequences = held = [sequence for sequence, _ in sequences]
         self.counts = [count for _, count in sequences]
         self.stops = [sequence.length for sequence in held]  # the new tokens are in them
         ends = list(accumulate(self.counts))
         starts = map(sub, self.stops, self.counts)
-        self.entries: list[Entry] = list(map(Entry, held, map(sub, ends, self.counts), starts, self.counts))
+        rows = map(sub, ends, self.counts)
+        self.entries: list[Entry] = list(map(_entry, zip(held, rows, starts, self.counts, strict=True)))
         self.num_rows = ends[-1] if ends else 0
         self._shares: dict[int | None, Shares] = {}
 
@@ -97,21 +102,17 @@ class Shares:
 
     def __init__(self, plan: StepPlan, window: int | None) -> None:
         self.plan, self.window = plan, window
-        entries = plan.entries
-        self._hidden = [i for i, entry in enumerate(entries) if entry[0].hidden]
+        held = plan.sequences
+        self._hidden = [i for i, sequence in enumerate(held) if sequence.hidden]
         self._stops = np.array(plan.stops, dtype=np.int64)
-        self._starts = np.zeros(len(entries), dtype=np.int64)  # the first position that some query sees
+        self._starts = np.zeros(len(held), dtype=np.int64)  # the first position that some query sees
         if window is not None:
             self._starts = np.maximum(0, self._stops - np.array(plan.counts, dtype=np.int64) - window + 1)
         # (entries, ranks): the slot of each rank, far out where the sequence does not lie
-        slots = [entry[0].slots for entry in entries]
-        self._slots = (
-            np.concatenate(slots).reshape(len(slots), -1)
-            if slots
-            else np.zeros((0, plan.num_ranks), np.int64)
-        )
-        self._page = entries[0].sequence.placement.page if entries else 1
-        self._widths = np.array([len(entry[0].tables) for entry in entries], dtype=np.int64)
+        slots = [sequence.slots for sequence in held] or [np.zeros(0, np.int64)]
+        self._slots = np.concatenate(slots).reshape(len(held), plan.num_ranks)
+        self._page = held[0].placement.page if held else 1
+        self._widths = np.array([len(sequence.tables) for sequence in held], dtype=np.int64)
         self.takes_part = self._find_parts()
 
     def _find_parts(self) -> np.ndarray:
@@ -156,7 +157,7 @@ class Shares:
         for i, number in enumerate(numbers) if self._hidden else ():
             if number in self._hidden:
                 spans[i] = self._spans(number, slots[i])
-        return list(map(Keys, [entries[i] for i in numbers], slots, spans))
+        return list(map(_keys, zip([entries[i] for i in numbers], slots, spans, strict=True)))
 
     @cached_property
     def num_rows(self) -> list[int]:
