@@ -209,3 +209,37 @@ def test_ranks_that_part_are_an_error_on_all(pool):
     for text in pool.run(part_ways, 2, "state", ranks=2):
         assert text.startswith("0: the random generators of rank 1 and rank 0 are in different states")
     assert pool.run(part_ways, 2, "nothing", ranks=2) == ["no error"] * 2
+
+
+def test_wrong_calls_of_a_pool_are_refused():
+    sizes = {"num_pages": 2, "page": 4, "layers": 1, "kv_heads": 1, "head_dim": 8}
+    pool = PagePool(None, **sizes)
+    sequence, x = pool.sequence(), torch.zeros(1, 1, 8)
+    ended = pool.step([(sequence, 1)])
+    ended.commit()
+    step = pool.step([(sequence, 1)])
+    for call, text in (
+        (
+            lambda: PagePool(None, **{**sizes, "layers": -1}),
+            "PagePool: layers=-1; give a whole number, 0 or more",
+        ),
+        (
+            lambda: PagePool(None, **{**sizes, "kv_heads": 0}),
+            "PagePool: kv_heads=0; give a whole number, 1 or more",
+        ),
+        (
+            lambda: PagePool(None, **sizes, v_head_dim=0),
+            "PagePool: v_head_dim=0; give a whole number, 1 or more",
+        ),
+        (lambda: pool.grow(-1), "PagePool: num_pages=-1; give a whole number, 0 or more"),
+        (
+            lambda: step.attend(0, x, x, x, softcap=0.0),
+            r"softcap=0.0; scores are divided by it, so give more than 0",
+        ),
+        (
+            lambda: ended.attend(0, x, x, x),
+            "this step was committed before; make the next one with pool.step()",
+        ),
+    ):
+        with pytest.raises(LongmeshError, match=text.replace("()", r"\(\)")):
+            call()

@@ -24,6 +24,13 @@ class Copy(NamedTuple):
     target: int
 
 
+def check_sizes(**given: tuple[object, int]) -> None:
+    """Raise unless each is a whole number, as large as the least it may be."""
+    for name, (value, least) in given.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise LongmeshError(f"PagePool: {name}={value!r}; give a whole number, {least} or more")
+
+
 class Book:
     """`num_pages` pages of `page` tokens on each of `num_ranks` ranks, and the sequences in them.
 
@@ -31,9 +38,7 @@ class Book:
     """
 
     def __init__(self, num_ranks: int, num_pages: int, page: int, window: int | None = None) -> None:
-        for name, value, least in (("page", page, 1), ("num_pages", num_pages, 0)):
-            if not isinstance(value, int) or value < least:
-                raise LongmeshError(f"PagePool: {name}={value!r}; give a whole number, {least} or more")
+        check_sizes(page=(page, 1), num_pages=(num_pages, 0), window=(1 if window is None else window, 1))
         self.page, self.window = page, window
         self.ledgers = [Ledger(num_pages) for _ in range(num_ranks)]
         self._made = 0
@@ -131,6 +136,10 @@ class Book:
         """``[sequences[i] for i in order]``: those that come again are forked, those that don't come are freed."""
         for sequence in sequences:
             self.check(sequence)
+        if len({sequence.name for sequence in sequences}) < len(sequences):
+            raise LongmeshError(
+                "reorder: the same sequence is given twice; give each once, and its number twice"
+            )
         if any(not 0 <= i < len(sequences) for i in order):
             raise LongmeshError(
                 f"reorder {list(order)}: there are {len(sequences)} sequences, 0 to {len(sequences) - 1}"
@@ -157,9 +166,11 @@ class Book:
         """Make room for new tokens at the end of sequences, and count them in; what must be copied before."""
         easy: list[tuple[Sequence, int]] = []  # what stays on a page that is the sequence's own
         others: list[tuple[Sequence, int]] = []
+        live = self.live
         for entry in entries:
             sequence, count = entry
-            (easy if 0 <= count <= sequence.own_to - sequence.length else others).append(entry)
+            is_easy = 0 <= count <= sequence.own_to - sequence.length and live.get(sequence.name) is sequence
+            (easy if is_easy else others).append(entry)
         if len(dict(entries)) != len(entries):
             raise LongmeshError("a step has the same sequence twice; give its new tokens in one entry")
         copies: list[Copy] = []
@@ -219,6 +230,8 @@ class Book:
     def check(self, sequence: Sequence) -> None:
         if sequence.is_free:
             raise LongmeshError("this sequence was freed; make another one with pool.sequence()")
+        if self.live.get(sequence.name) is not sequence:
+            raise LongmeshError("this sequence is one of another pool; make one with this pool's sequence()")
 
     def _is_shared(self, sequence: Sequence) -> bool:
         """Whether the page that the next token goes to is another sequence's too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 
 def check_attend(
-    step: Step, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None
+    step: Step,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
 ) -> None:
     """Raise if these can't be a step's queries, keys and values."""
     rows = len(step.rows)
@@ -31,6 +37,16 @@ def check_attend(
             "k and v one number of heads, and the heads of q be a multiple of it"
         )
     check_mask(window, sinks, q.shape[1])
+    if softcap is not None and not softcap > 0:
+        raise LongmeshError(
+            f"attend: softcap={softcap}; scores are divided by it, so give more than 0, or None"
+        )
+
+
+def check_open(step: Step) -> None:
+    """Raise if the step has ended: its pages may be another sequence's by now."""
+    if not step.is_open:
+        raise LongmeshError("this step was committed before; make the next one with pool.step()")
 
 
 def check_window(window: int | None, most: int | None) -> None:
@@ -77,3 +93,21 @@ def refuse_differences(told: list[list[int]]) -> None:
                 f"the random generators of rank {rank} and rank 0 are in different states, so that they would sample "
                 "different tokens; call torch.manual_seed(seed) with the same seed on every rank before the first step"
             )
+
+
+class _ForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise LongmeshError(
+            "attention over a sharded cache has no gradient; run the model under torch.no_grad(), or train it without "
+            "a cache"
+        )
+
+
+def forward_only(out: Tensor, *inputs: Tensor) -> Tensor:
+    """`out`, whose backward is an error if some input needs a gradient."""
+    return _ForwardOnly.apply(out, *inputs) if torch.is_grad_enabled() else out

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.cache.balance import width_by_cost
-from longmesh.cache.book import Book
+from longmesh.cache.book import Book, check_sizes
 from longmesh.cache.check import digest_of
 from longmesh.cache.member import Member
 from longmesh.cache.prefix import PrefixIndex
@@ -70,6 +70,7 @@ class PagePool:
         window: int | None = None,
         cluster: Cluster | str | None = None,
     ) -> None:
+        check_sizes(layers=(layers, 0))
         self.member = Member(mesh)
         self.device = device if device is not None else "cpu" if mesh is None else mesh.device_type
         self.page, self.num_layers = page, layers
@@ -84,8 +85,10 @@ class PagePool:
         if kv_heads is not None:
             if head_dim is None:
                 raise LongmeshError(f"PagePool: kv_heads={kv_heads} and no head_dim; give both, or neither")
+            v_head_dim = head_dim if v_head_dim is None else v_head_dim
+            check_sizes(kv_heads=(kv_heads, 1), head_dim=(head_dim, 1), v_head_dim=(v_head_dim, 1))
             for layer in range(layers):
-                self._make_store(layer, Shape(kv_heads, head_dim, v_head_dim or head_dim, dtype))
+                self._make_store(layer, Shape(kv_heads, head_dim, v_head_dim, dtype))
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -208,6 +211,7 @@ class PagePool:
 
     def grow(self, num_pages: int) -> None:
         """Add pages on every rank. Local; every rank calls it."""
+        check_sizes(num_pages=(num_pages, 0))
         for ledger in self.book.ledgers:
             ledger.grow(num_pages)
         for store in self.stores:

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from longmesh.cache.by_heads import is_cheaper, merge_by_heads, sent_bytes
-from longmesh.cache.check import check_attend, check_window, digest_of, refuse_differences
+from longmesh.cache.check import (
+    check_attend,
+    check_open,
+    check_window,
+    digest_of,
+    forward_only,
+    refuse_differences,
+)
 from longmesh.cache.cut import gather_queries, owned_rows, send_home
 from longmesh.cache.gather import gather_partials, sent_elements
 from longmesh.cache.local import Paged, Scores, Source, attend_locally
@@ -93,18 +100,21 @@ class Step:
         softmax and has no value. `softcap`: scores become ``softcap * tanh(score / softcap)``.
         Collective: every rank, with the same arguments.
         """
-        check_attend(self, q, k, v, window, sinks)
+        check_attend(self, q, k, v, window, sinks, softcap)
         check_window(window, self._pool.book.window)
         self.write(layer, k, v)
-        return self.attend_written(layer, q, window=window, sinks=sinks, softcap=softcap, scale=scale)
+        out = self.attend_written(layer, q, window=window, sinks=sinks, softcap=softcap, scale=scale)
+        return forward_only(out, q, k, v)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put the new tokens' keys and values of a layer into their pages. Local."""
+        check_open(self)
         self._pool.member.check("Step.attend")
         if not self._is_checked:
             self._digest = digest_of(k, v)
         self._pool.store(layer, k, v).write(self._writes, k, v)
 
+    @torch.no_grad()
     def attend_written(
         self,
         layer: int,
@@ -118,6 +128,7 @@ class Step:
         v_head_dim: int | None = None,
     ) -> Tensor:
         """`attend` for keys that were written before; `source`: keys and values that were made of them. Collective."""
+        check_open(self)
         self._pool.member.check("Step.attend")
         check_window(window, self._pool.book.window)
         pool, shares = self._pool, self.plan.shares(window)
@@ -166,8 +177,7 @@ class Step:
 
     def commit(self, accepted: Listed[int] | None = None) -> None:
         """End the step: of each entry's new tokens the first so many stay (None: all). Local."""
-        if not self.is_open:
-            raise LongmeshError("this step was committed before; make the next one with pool.step()")
+        check_open(self)
         entries = self.plan.entries
         accepted = [entry.num_tokens for entry in entries] if accepted is None else list(accepted)
         if len(accepted) != len(entries) or any(

@@ -66,6 +66,7 @@ class PageStore:
     def num_bytes(self) -> int:
         return sum(slab.numel() * slab.element_size() for slab in self.slabs)
 
+    @torch.inference_mode(False)  # what is made there can be written only there
     def grow(self, num_pages: int) -> None:
         """Take memory for more pages."""
         if num_pages <= 0:
@@ -131,6 +132,7 @@ class PageStore:
             found.append(Piece(index, k[:, :, offset : offset + take], v[:, :, offset : offset + take]))
             low, index = low + take, index + take
 
+    @torch.no_grad()
     def write(self, writes: Sequence[Write], k_TGD: Tensor, v_TGE: Tensor) -> None:
         """Put rows of new tokens into their pages."""
         if len(writes) > _SPANS:
@@ -160,6 +162,7 @@ class PageStore:
             self._keys[slab].transpose(1, 2)[p, o] = k_TGD[r].to(self.dtype)
             self._values[slab].transpose(1, 2)[p, o] = v_TGE[r].to(self.dtype)
 
+    @torch.no_grad()
     def copy(self, source: int, target: int) -> None:
         self.page_row(target).copy_(self.page_row(source))
 

@@ -112,9 +112,10 @@ def test_a_full_pool_says_so_and_changes_nothing():
 
 
 def test_wrong_calls_are_refused():
-    book = Book(2, 2, 4)
-    one = book.new()
+    book, beside = Book(2, 2, 4), Book(2, 2, 4)
+    one, other = book.new(), beside.new()
     book.extend([(one, 3)])
+    beside.extend([(other, 3)])
     for call, text in (
         (lambda: book.crop(one, 4), "crop to 4 tokens: the sequence has 3; give 0 to 3"),
         (lambda: book.extend([(one, -1)]), "a step of -1 tokens; give 0 or more"),
@@ -123,6 +124,13 @@ def test_wrong_calls_are_refused():
         (lambda: book.new(3), "a sequence over 3 ranks; this pool has 2, so give 1 to 2"),
         (lambda: Book(2, 2, 0), "PagePool: page=0; give a whole number, 1 or more"),
         (lambda: Book(2, -1, 4), "PagePool: num_pages=-1; give a whole number, 0 or more"),
+        (lambda: Book(2, 2, 4, window=0), "PagePool: window=0; give a whole number, 1 or more"),
+        (lambda: book.reorder([one, one], [0]), "reorder: the same sequence is given twice"),
+        (
+            lambda: book.fork(other),
+            "this sequence is one of another pool; make one with this pool's sequence",
+        ),
+        (lambda: book.extend([(other, 1)]), "this sequence is one of another pool"),
         (lambda: PrefixIndex(book).remember(one, [1]), "was given 1 tokens of a sequence of 3"),
     ):
         with pytest.raises(LongmeshError, match=text):
