@@ -38,6 +38,7 @@ TABLES = (
     "recurrent",
     "redistribute",
     "repodocs",
+    "serve",
     "train",
 )
 # What the op table on the site is made from, beside the rules.
