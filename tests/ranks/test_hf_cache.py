@@ -6,6 +6,7 @@ import torch
 from longmesh import hf
 from longmesh.testing import cpu_mesh
 from support.cached_models import FAMILIES, prompt, tiny
+from support.tiny_models import make_model
 
 LOGITS = {"return_dict_in_generate": True, "output_logits": True}
 
@@ -194,6 +195,10 @@ def refusals(ranks: int) -> list[str]:
     attempt(lambda: filled().layers[0].reorder_cache(torch.tensor([0])))
     attempt(lambda: hf.ShardedCache(AutoConfig.for_model("qwen3_next", num_hidden_layers=4), mesh))
     attempt(lambda: hf.ShardedCache(AutoConfig.for_model("mamba"), mesh))
+    attempt(lambda: hf.ShardedCache(AutoConfig.for_model("rwkv"), mesh))
+    attempt(lambda: hf.ShardedCache(AutoConfig.for_model("mllama"), mesh))
+    attempt(lambda: hf.ShardedCache(AutoConfig.for_model("reformer"), mesh))
+    attempt(lambda: hf.ShardedCache(AutoConfig.for_model("xlnet"), mesh))
     attempt(lambda: hf.ShardedCache(AutoConfig.for_model("t5"), mesh))
     attempt(lambda: hf.ShardedCache(AutoConfig.for_model("llama4_text", num_hidden_layers=4), mesh))
     attempt(lambda: filled().prefill(tiny("llama", "sdpa"), ids))
@@ -204,6 +209,16 @@ def refusals(ranks: int) -> list[str]:
     attempt(lambda: filled().prefill(model, ids, ids[:, :2]))
     attempt(lambda: model(ids, past_key_values=filled(), attention_mask=torch.zeros(1, 17)))
     attempt(lambda: model(ids, past_key_values=filled(), attention_mask=torch.zeros(1, 9)))
+    broken, larger = filled(), hf.ShardedCache(tiny("llama", num_hidden_layers=3).config, mesh)
+    with pytest.raises(IndexError):
+        broken.prefill(model, ids + 100)
+    attempt(lambda: model.generate(ids, past_key_values=broken, max_new_tokens=2))
+    attempt(lambda: model.generate(ids, past_key_values=larger, max_new_tokens=2))
+    broken.reset()
+    attempt(lambda: model.generate(ids, past_key_values=broken, max_new_tokens=2))
+    attempt(lambda: model(ids, past_key_values=filled()).logits.sum().backward())
+    bart = make_model("bart", "longmesh", encoder_layers=2)
+    attempt(lambda: hf.ShardedCache(bart.config, mesh).prefill(bart, ids))
     return texts
 
 
@@ -219,6 +234,10 @@ def test_refusals(pool):
                 "reorder_cache of one layer of a ShardedCache: its layers share their rows",
                 "qwen3_next has layers of the kind linear_attention, which are not cached over ranks",
                 "mamba has layers of the kind linear_attention, which are not cached over ranks",
+                "rwkv has recurrent layers, which are not cached over ranks",
+                "mllama_text_model has layers that attend to images, which are not cached over ranks",
+                "reformer has hashed keys, which are not cached over ranks",
+                "xlnet has memories of its own, which are not cached over ranks",
                 "t5 has an encoder, whose keys are not cached over ranks",
                 "llama4_text has layers of the kind chunked_attention, which are not cached over ranks; use",
                 "the model's attention is 'sdpa'; call hf.register() and load the model with",
@@ -229,7 +248,77 @@ def test_refusals(pool):
                 "attention_mask (1, 2) and input_ids (1, 9); give a mask",
                 "attention_mask hides other cached tokens than when they were cached",
                 "attention_mask has 9 columns; the cache holds 8 tokens and 9 are new, so give 17",
+                "the last forward pass over this cache filled 0 of its 2 layers: it ended in an error, or",
+                "the last forward pass over this cache filled 2 of its 3 layers",
+                "no error",
+                "attention over a sharded cache has no gradient; run the model under torch.no_grad(), or train it",
+                "BartDecoder numbers its tokens by itself, and a rank can't run some of them only; leave prefill() out",
             ),
             strict=True,
         ):
             assert part in text
+
+
+def prefilled_logits(ranks: int, options):
+    """Of the token after a prompt that was prefilled in parts; under other modes of autograd, which pages must bear."""
+    model, ids = tiny("llama", **options), prompt(1, 19)
+    torch.manual_seed(5)
+    cache = hf.ShardedCache(model.config, cpu_mesh(ranks), page=4)
+    with torch.inference_mode():
+        cache.prefill(model, ids[:, :7], chunk=5)
+    cache.prefill(model, ids[:, 7:-1], chunk=5)
+    return model(ids[:, -1:], past_key_values=cache).logits.detach()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_length_see_that_of_the_prompt(pool, kind):
+    """Not that of the tokens that a rank runs."""
+    from transformers import DynamicCache
+
+    rope = {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {
+            "original_max_position_embeddings": 8,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+        }
+    options = {"rope_parameters": rope, "max_position_embeddings": 8 if kind == "dynamic" else 32}
+    plain, ids = tiny("llama", "sdpa", **options), prompt(1, 19)
+    cache = DynamicCache(config=plain.config)
+    for part in (ids[:, :7], ids[:, 7:-1]):
+        plain(part, past_key_values=cache)
+    wanted = plain(ids[:, -1:], past_key_values=cache).logits
+    for found in pool.run(prefilled_logits, 3, options, ranks=3, timeout=60.0):
+        assert (found - wanted).abs().max() < 1e-9
+
+
+def test_a_model_that_calls_its_head_a_decoder_is_prefilled():
+    hf.register()
+    model = make_model("modernbert-decoder", "longmesh").double().eval()
+    ids = prompt(1, 19)
+    cache = hf.ShardedCache(model.config, None, page=4)
+    cache.prefill(model, ids[:, :-1], chunk=5)
+    found = model(ids[:, -1:], past_key_values=cache).logits
+    assert (found - model(ids).logits[:, -1:]).abs().max() < 1e-9
+
+
+def with_holes(ranks: int):
+    """Tokens that are hidden in the middle of a row, and at its end, are no positions."""
+    model, cache = tiny("llama"), hf.ShardedCache(tiny("llama").config, cpu_mesh(ranks), page=2)
+    ids, mask = holes()
+    torch.manual_seed(5)
+    cache.prefill(model, ids[:, :-1], mask[:, :-1], chunk=9)
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, do_sample=False)
+
+
+def holes():
+    mask = torch.ones(3, 12, dtype=torch.int64)
+    mask[0, 4:7], mask[1, :2], mask[1, 9:11] = 0, 0, 0
+    return prompt(3, 12), mask
+
+
+def test_tokens_that_are_hidden_within_a_row(pool):
+    ids, mask = holes()
+    wanted, _ = one_process("llama", ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    for found in pool.run(with_holes, 2, ranks=2, timeout=60.0):
+        assert torch.equal(found, wanted)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from longmesh._torch import no_subclass_functions
 from longmesh.attention.mask.block import UNBOUNDED
 from longmesh.attention.scope.cut_mask import MaskStandIn
+from longmesh.cache.check import forward_only
 from longmesh.errors import LongmeshError
 from longmesh.hf.cached_batch import CachedBatch
 from longmesh.hf.cached_keys import CachedKeys
@@ -122,4 +123,4 @@ def attend_cached(
         source=source,
         v_head_dim=width,
     )
-    return link.batch.unpack(out, query), None
+    return forward_only(link.batch.unpack(out, query), query), None

@@ -28,6 +28,7 @@ class CachedBatch:
         self.updated: set[int] = set()
         self._new = 0  # tokens of a row in the step
         self._may_repeat = False
+        self._is_broken = False
         self._cropped = [0] * num_layers
         self._mask: Tensor | None = None  # (rows, length): which tokens are seen; None: all
         self._next_mask: Tensor | None = None
@@ -115,6 +116,20 @@ class CachedBatch:
 
     def finish(self) -> None:
         """End the running step; all of its tokens stay."""
+        is_partial = self.step is not None and self.step.plan.num_rows and len(self.updated) < self.num_layers
+        if is_partial or self._is_broken:
+            raise LongmeshError(
+                f"the last forward pass over this cache filled {len(self.updated)} of its {self.num_layers} layers: it "
+                "ended in an error, or the cache was made for another model; call cache.reset() and begin again"
+            )
+        self._end_step()
+
+    def fail(self) -> None:
+        """The running step ended in an error, and some layers lack its tokens."""
+        self._end_step()
+        self._is_broken = True
+
+    def _end_step(self) -> None:
         if self.pool.open_step is not None:
             self.pool.open_step.commit()
         self.step = None
@@ -199,10 +214,10 @@ class CachedBatch:
 
     def reset(self) -> None:
         """Forget all rows; the pool's pages stay."""
-        self.finish()
+        self._end_step()
         for sequence in self.sequences:
             self.pool.free(sequence)
-        self.sequences, self.pads, self.length, self._may_repeat = [], [], 0, False
+        self.sequences, self.pads, self.length, self._may_repeat, self._is_broken = [], [], 0, False, False
         self._mask, self._next_mask, self._cropped = None, None, [0] * self.num_layers
 
     def fork(self) -> CachedBatch:

@@ -128,19 +128,25 @@ class CachedKeys(torch.Tensor):
             with no_subclass_functions():
                 return func(*args, **kwargs)
         if name not in _TOKEN_BY_TOKEN:
-            raise LongmeshError(
-                f"the model computes {name} of cached keys, of which this rank holds its own only: load it with "
-                "attn_implementation='longmesh', and if it has attention code of its own, use transformers' "
-                "DynamicCache"
-            )
+            raise _refusal(name)
         link = _first_link((*args, *kwargs.values()))
         args = tuple(_real(arg) for arg in args)
         kwargs = {key: _real(value) for key, value in kwargs.items()}
-        with no_subclass_functions():
-            found = func(*args, **kwargs)
+        try:
+            with no_subclass_functions():
+                found = func(*args, **kwargs)
+        except RuntimeError as error:  # a shape that this rank's keys don't have
+            raise _refusal(name) from error
         if isinstance(found, (tuple, list)):
             return type(found)(_linked(part, link) for part in found)
         return _linked(found, link)
+
+
+def _refusal(name: str) -> LongmeshError:
+    return LongmeshError(
+        f"the model computes {name} of cached keys, of which this rank holds its own only: load it with "
+        "attn_implementation='longmesh', and if it has attention code of its own, use transformers' DynamicCache"
+    )
 
 
 def _first_link(args: tuple[Any, ...]) -> Link:

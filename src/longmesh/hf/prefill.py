@@ -9,15 +9,18 @@ Everything but attention works token by token, so the packed row may hold tokens
 
 from __future__ import annotations
 
+import inspect
 import math
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longmesh.cache.check import digest_of
 from longmesh.comm.agree import agree
 from longmesh.errors import LongmeshError
+from longmesh.hf import rope
 from longmesh.hf.cached_batch import CachedBatch
 
 if TYPE_CHECKING:
@@ -50,38 +53,65 @@ def prefill(
         return
     mask = _whole_mask(batch, ids, mask)
     size = math.ceil(chunk / rows)
+    body = body_of(model)
     if not batch.sequences:
         batch.sequences, batch.pads = [batch.pool.sequence() for _ in range(rows)], [0] * rows
-    with torch.no_grad():
+    positions = _positions(batch, model, ids, mask)
+    with torch.no_grad(), _longest_position(body, int(positions.max())):
         for start in range(0, length, size):
             part = ids[:, start : start + size]
             batch.finish()
             batch.see_mask(None if mask is None else mask[:, : batch.length + part.shape[1]], part.shape[1])
             if start == 0 and mask is None and batch.pool.book.window is None:
                 batch.reserve([length] * rows)
-            _run_chunk(batch, cache, model, part)
+            _run_chunk(batch, cache, body, part, positions[:, start : start + size])
     batch.finish()
 
 
-def _run_chunk(batch: CachedBatch, cache: ShardedCache, model: Any, ids: Tensor) -> None:
-    """One step with cut queries."""
+def body_of(model: Any) -> nn.Module:
+    """The model without its head."""
+    found = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    return found if hasattr(found, "config") else model.base_model  # some call their head a decoder
+
+
+def _longest_position(body: nn.Module, longest: int) -> ExitStack:
+    """Let rotary embeddings that depend on the longest position see that of the prompt, whatever a rank runs."""
+    undo = ExitStack()
+    for module in body.modules():
+        if rope.depends_on_length(module):
+            for handle in rope.give_length(module, lambda: longest):
+                undo.callback(handle.remove)
+    return undo
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(module.forward).parameters
+
+
+def _positions(batch: CachedBatch, model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
+    """(rows, tokens), as generate() gives them: hidden tokens have none, unless the model numbers all by itself."""
+    first, stop = batch.length, batch.length + ids.shape[1]
+    if mask is None or not _takes_positions(model):
+        return torch.arange(first, stop).expand(len(ids), -1)
+    return (mask.long().cumsum(1) - 1).clamp(min=0)[:, first:]
+
+
+def _run_chunk(
+    batch: CachedBatch, cache: ShardedCache, body: nn.Module, ids: Tensor, positions: Tensor
+) -> None:
+    """One step with cut queries, of (rows, tokens)."""
     step = batch.begin(*ids.shape, cut=True)
-    entries = step.plan.entries
-    positions = torch.cat([torch.arange(entry.start, entry.stop) for entry in entries])
-    kept = [ids[row, ids.shape[1] - entry.num_tokens :] for row, entry in enumerate(entries)]
-    rows = (
-        step.rows if len(step.rows) else torch.zeros(1, dtype=torch.int64)
-    )  # a model runs one token at least
-    tokens = torch.cat(kept)
+    first = [ids.shape[1] - entry.num_tokens for entry in step.plan.entries]  # those before are not stored
+    tokens, numbers = (torch.cat([x[row, at:] for row, at in enumerate(first)]) for x in (ids, positions))
     if not len(tokens):
         return
-    body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-    body(
-        input_ids=tokens[rows.to(ids.device)][None],
-        position_ids=positions[rows].to(ids.device)[None],
-        past_key_values=cache,
-        use_cache=True,
-    )
+    rows = step.rows if len(step.rows) else torch.zeros(1, dtype=torch.int64)  # a model runs one at least
+    given = tokens[rows.to(ids.device)][None], numbers[rows].to(ids.device)[None]
+    try:
+        body(input_ids=given[0], position_ids=given[1], past_key_values=cache, use_cache=True)
+    except BaseException:
+        batch.fail()
+        raise
 
 
 def _whole_mask(batch: CachedBatch, ids: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -108,6 +138,12 @@ def _find_problem(
         return LongmeshError(
             f"ShardedCache.prefill: the model's attention is {used!r}; call hf.register() and load the model with "
             "attn_implementation='longmesh'"
+        )
+    body = body_of(model)
+    if not _takes_positions(body):
+        return LongmeshError(
+            f"ShardedCache.prefill: {type(body).__name__} numbers its tokens by itself, and a rank can't run some of "
+            "them only; leave prefill() out, generate() fills the cache"
         )
     if ids.ndim != 2:
         return LongmeshError(

@@ -32,11 +32,13 @@ except ImportError as error:
     raise ImportError("longmesh.hf.ShardedCache needs transformers: pip install 'longmesh[hf]'") from error
 
 _KINDS = ("full_attention", "sliding_attention")
-# Models whose layers have a state and whose configurations don't name their layers' kinds.
-_RECURRENT = (
-    "falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "jamba", "bamba",
-    "falcon_h1",
-)  # fmt: skip
+# What models keep besides keys and values, where their configurations don't name their layers' kinds.
+_KEPT = {
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), "recurrent layers"),
+    "mllama_text_model": "layers that attend to images",
+    "reformer": "hashed keys",
+    "xlnet": "memories of its own",
+}
 
 
 class ShardedLayer(CacheLayerMixin):
@@ -199,8 +201,8 @@ def _windows_of(config: Any) -> list[int | None]:
         raise LongmeshError(f"hf.ShardedCache: {name} has an encoder, whose keys are not cached over ranks")
     kinds, kwargs = get_layer_types_and_kwargs(text)
     others = sorted({kind for kind in kinds if kind not in _KINDS})
-    if others or name in _RECURRENT:
-        what = f"layers of the kind {', '.join(others)}" if others else "recurrent layers"
+    if others or name in _KEPT:
+        what = f"layers of the kind {', '.join(others)}" if others else _KEPT[name]
         raise LongmeshError(
             f"hf.ShardedCache: {name} has {what}, which are not cached over ranks; use "
             "transformers' DynamicCache"

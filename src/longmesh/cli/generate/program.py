@@ -36,9 +36,9 @@ def main(told: dict[str, Any]) -> int:
         ids = read_prompt(told, model, tokenizer).to(device)
         dist.init_process_group()
         cache, prefill = _make_cache(model.to(device), told, is_alone)
+        figures = generate(model, cache, prefill, ids, told, tokenizer)
     except LongmeshError as error:
         raise SystemExit(str(error)) from error  # a wrong command line: a traceback would hide what to do
-    figures = generate(model, cache, prefill, ids, told, tokenizer)
     code = report(figures, told)
     dist.destroy_process_group()
     return code
@@ -59,11 +59,11 @@ def _make_cache(model: Any, told: dict[str, Any], is_alone: bool) -> tuple[Any, 
 
 
 def _prefill_alone(model: Any, cache: Any, ids: Tensor, chunk: int) -> None:
+    from longmesh.hf.prefill import body_of
+
     with torch.no_grad():
         for start in range(0, ids.shape[1], chunk):
-            model.get_decoder()(
-                input_ids=ids[:, start : start + chunk], past_key_values=cache, use_cache=True
-            )
+            body_of(model)(input_ids=ids[:, start : start + chunk], past_key_values=cache, use_cache=True)
 
 
 def generate(
