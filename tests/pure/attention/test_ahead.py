@@ -1,5 +1,7 @@
 """Plans made in a helper process are those that are made here, and nothing depends on whether it works."""
 
+import functools
+import importlib
 import pickle
 import subprocess
 import sys
@@ -50,6 +52,36 @@ def test_the_helpers_plan_is_the_one_made_here():
     plans._helper._process.kill()
     plans.start(other)
     assert waited_for(plans, other) is None
+
+
+LIMITS = """
+LIMIT = 4
+
+def near(b, h, q, k):
+    return (q - k).abs() < LIMIT
+"""
+
+
+class NotSent:
+    def __reduce__(self):
+        raise RuntimeError("it stays here")
+
+
+def test_code_of_the_program_is_planned_here(tmp_path, monkeypatch):
+    """A helper would import it anew, with the limit of before."""
+    (tmp_path / "limits_of_a_program.py").write_text(LIMITS)
+    monkeypatch.syspath_prepend(tmp_path)
+    limits = importlib.import_module("limits_of_a_program")
+    limits.LIMIT = 300
+    plans = PlansAhead(rank=0)
+    plans.start(REQUEST | {"mask": masks.mask_mod(limits.near)})
+    plans.start(REQUEST | {"mask": masks.documents([300, 212], within=masks.mask_mod(limits.near))})
+    plans.start(REQUEST | {"mask": masks.mask_mod(functools.partial(_same, NotSent()))})
+    assert not plans._coming and plans._helper is None
+
+
+def _same(held, b, h, q, k):
+    return q >= k
 
 
 def test_nobody_waits_for_a_helper_that_is_starting(monkeypatch):

@@ -8,16 +8,19 @@ through a pipe, with what this rank does under it. The helper is started with th
 alone (never the program's main module), and ends with this process.
 
 A plan is a function of its arguments, so it makes no difference where it was made, nor whether another rank's helper
-is as quick: nobody waits for anybody but its own helper. What a helper cannot make (a mask with a function that
-cannot be pickled, an error) is planned where it is needed.
+is as quick: nobody waits for anybody but its own helper. What a helper cannot make (an error) is planned where it is
+needed, and so is what functions and classes of the program decide, a mask_mod among them: the helper would import
+their module anew, and a global that the program has set since would have another value there.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import subprocess
 import sys
+import types
 import weakref
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +32,7 @@ from longmesh.attention.plan.attention_plan import AttentionPlan, RankPlan
 from longmesh.comm import MeshComm, kept_by_mesh
 
 Request = dict[str, Any]  # the arguments of plan_attention
+_LIBRARIES = frozenset(("builtins", "collections", "copyreg", "functools", "longmesh", "numpy", "torch"))
 MOST_WAITING = 64  # plans that nobody has asked for yet; the oldest are forgotten
 # It leaves when its parent has left, even while it is still importing, which takes seconds.
 _SERVE = """
@@ -85,8 +89,8 @@ class PlansAhead:
         if key in self._coming:
             return
         try:
-            data = pickle.dumps((request, self._rank))
-        except (pickle.PicklingError, AttributeError, TypeError):
+            data = _Values.pickled((request, self._rank))
+        except Exception:  # what the program has put into a mask may raise anything
             return
         if self._helper is None:
             self._helper = _Helper()
@@ -105,6 +109,23 @@ class PlansAhead:
         self._has_answered = True
         data = coming.result()
         return None if data is None else pickle.loads(data)
+
+
+class _Values(pickle.Pickler):
+    """Takes values of libraries only, no code of the program."""
+
+    @staticmethod
+    def pickled(value: object) -> bytes:
+        into = io.BytesIO()
+        _Values(into).dump(value)
+        return into.getvalue()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | types.FunctionType):
+            root = (obj.__module__ or "").partition(".")[0]
+            if root not in _LIBRARIES:
+                raise pickle.PicklingError(f"{obj} is the program's")
+        return NotImplemented
 
 
 class _Helper:
