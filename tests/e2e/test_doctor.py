@@ -118,3 +118,17 @@ def test_a_kernel_that_is_wrong_is_a_problem():
     cpu = links.torch.device("cpu")
     found = kernels._examine(Wrong(), "causal", cpu, links.torch.float32, 1000.0)
     assert found.problem is not None and found.problem.startswith("differs from float64 by")
+
+
+class NotFinite(kernels.kernels()[0].__class__):
+    """A kernel whose gradient of the values is no number."""
+
+    def backward(self, work, final, grads):
+        super().backward(work, final, grads)
+        grads.dv_BGKE.fill_(links.torch.nan)
+
+
+def test_a_kernel_that_gives_no_numbers_is_a_problem():
+    cpu = links.torch.device("cpu")
+    found = kernels._examine(NotFinite(), "full", cpu, links.torch.float32, 1000.0)
+    assert found.problem == "differs from float64 by inf"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass
@@ -31,3 +32,9 @@ def median_us(call: Callable[[], Any], device: torch.device, times: int = 5) -> 
             torch.get_device_module(device).synchronize()
         took.append((time.perf_counter() - start) * 1e6)
     return sorted(took[1:])[times // 2]
+
+
+def worst_difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The largest difference of any two; infinite if anything found is no number, which `max` would pass over."""
+    pairs = zip(found, wanted, strict=True)
+    return max(float((a.double().cpu() - b).abs().nan_to_num(nan=torch.inf).max()) for a, b in pairs)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from longmesh.attention.kernel.base import Gradients, Need, Work, finish, zero_like
 from longmesh.attention.kernel.choose import kernels
 from longmesh.attention.mask.block import UNBOUNDED, Block
-from longmesh.cli.doctor.finding import Finding, median_us
+from longmesh.cli.doctor.finding import Finding, median_us, worst_difference
 
 _DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 _TOKENS = {"cpu": 512, "cuda": 4096}
@@ -86,4 +86,4 @@ def _worst(kernel, work: Work, dout: torch.Tensor, lo: int, hi: int) -> float:
     out = F.scaled_dot_product_attention(a, b, c, attn_mask=(offset >= lo) & (offset <= hi))
     wants = [out.detach(), *torch.autograd.grad(out, leaves, d.double().cpu())]
     gots = state.out_BHSD, into.dq_BHSD, into.dk_BGKD, into.dv_BGKE
-    return max(float((got.double().cpu() - want).abs().max()) for got, want in zip(gots, wants, strict=True))
+    return worst_difference(gots, wants)

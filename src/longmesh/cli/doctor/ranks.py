@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from longmesh.attention import ContextParallel, masks
-from longmesh.cli.doctor.finding import Finding
+from longmesh.cli.doctor.finding import Finding, worst_difference
 
 _TOKENS, _HEADS, _DIM = 509, 4, 64
 
@@ -31,10 +31,7 @@ def examine_exchanges(mesh: DeviceMesh, device: torch.device, exchanges: Sequenc
         mine = [cp.shard(t.to(device), dim=2).requires_grad_() for t in whole]
         got = cp(*mine)
         gots = [got.detach(), *torch.autograd.grad(got.sum(), mine)]
-        worst = max(
-            float((cp.unshard(a, dim=2).double().cpu() - b).abs().max())
-            for a, b in zip(gots, wants, strict=True)
-        )
+        worst = worst_difference([cp.unshard(got, dim=2) for got in gots], wants)
         limit = 1e-3 if dtype == torch.float32 else 0.2  # gradients of sums over all tokens grow to about 5
         kernel = cp.explain().splitlines()[-1].split()[1]
         figures = {
