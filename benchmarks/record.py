@@ -34,6 +34,8 @@ TABLES = (
     "memory",
     "op_coverage",
     "parallel",
+    "plan_scale",
+    "predict",
     "randomness",
     "recurrent",
     "redistribute",

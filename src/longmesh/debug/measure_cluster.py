@@ -1,14 +1,14 @@
 """Measure a cluster: what `longmesh doctor --save` writes, and what predictions are made from.
 
 Every rank works at the same time, as it will in a run: ranks that share cores or a network card slow each other down,
-and that is what a plan must know. A figure is the slowest rank's. Each axis of a mesh is a level of links, the last one
-the innermost.
+and that is what a plan must know. A figure is the slowest rank's, of a few rounds the best. Each axis of a mesh is a
+level of links, the last one the innermost.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,8 +22,9 @@ from longmesh.attention.exchange.allgather import AllGather
 from longmesh.attention.kernel.base import Gradients, Kernel, Score, Work, finish, zero_like
 from longmesh.attention.kernel.choose import choose, need_of
 from longmesh.attention.mask.block import Block
+from longmesh.attention.plan.predict import FLOPS
 from longmesh.comm import comm_of
-from longmesh.debug.measure_links import Clock, measure_copies, measure_level, measure_overlap
+from longmesh.debug.measure_links import Clock, Make, Run, measure_copies, measure_level, measure_overlap
 from longmesh.plan.cluster import Cluster, Level
 from longmesh.plan.rate import Rate, RateOp, TileKind
 
@@ -65,8 +66,7 @@ def measure_cluster(
         levels.append(measure_level(Clock(comm.group((axis,)), device), title, ranks, messages))
     # Ranks of other groups may have measured something else: the first rank's figures are everybody's.
     levels = _of_first(clock, levels)
-    rates = [rate for tile in tiles for rate in _matmul_rates(clock, tile, dtype)]
-    rates += [rate for shape in _shapes(tiles) for rate in _rates(clock, shape, dtype)]
+    rates = [*_matmul_rates(clock, tiles, dtype), *_attention_rates(clock, tiles, dtype)]
     size = tiles[-2]
     tile = _Tile(clock, Block(0, size, 0, size), size, size, HEADS, dtype)
     found = Cluster(
@@ -123,6 +123,9 @@ class _Tile:
         )
         self._grads = Gradients(zero_like(q), zero_like(k), zero_like(v))
 
+    def of(self, op: RateOp) -> Run:
+        return self.forward if op == "attention" else self.backward
+
     def forward(self) -> None:
         self._kernel.forward(self._work, self._state)
 
@@ -135,10 +138,11 @@ def _tokens(count: int, heads: int, dtype: torch.dtype, device: torch.device) ->
     return torch.randn(1, count, heads, HEAD_DIM, device=device).to(dtype).transpose(1, 2)
 
 
-def _matmul_rates(clock: Clock, tile: int, dtype: torch.dtype) -> list[Rate]:
-    a = torch.randn(tile, tile, device=clock.device).to(dtype)
+def _matmul_rates(clock: Clock, tiles: Sequence[int], dtype: torch.dtype) -> list[Rate]:
+    square = [torch.randn(tile, tile, device=clock.device).to(dtype) for tile in tiles]
+    took = clock.best_us([lambda a=a: lambda: a @ a for a in square])
     name = str(dtype).removeprefix("torch.")
-    return [Rate("matmul", name, tile, 2 * tile**3 / clock.time_us(lambda: a @ a))]
+    return [Rate("matmul", name, tile, 2 * tile**3 / us) for tile, us in zip(tiles, took, strict=True)]
 
 
 class _Shape(NamedTuple):
@@ -165,21 +169,19 @@ def _shapes(tiles: Sequence[int]) -> list[_Shape]:
     return found
 
 
-def _rates(clock: Clock, shape: _Shape, dtype: torch.dtype) -> list[Rate]:
-    """Forward and backward of a block. A time is a part that all heads share, and one for each head."""
+def _attention_rates(clock: Clock, tiles: Sequence[int], dtype: torch.dtype) -> list[Rate]:
+    """Forward and backward of blocks. A time is a part that all heads share, and one for each head."""
     name = str(dtype).removeprefix("torch.")
-    many, few = (
-        _Tile(clock, shape.block, shape.rows, shape.num_keys, heads, dtype) for heads in (HEADS, FEW_HEADS)
-    )
+    cases: list[tuple[_Shape, RateOp]] = [(shape, op) for shape in _shapes(tiles) for op in FLOPS]
+
+    def maker(shape: _Shape, op: RateOp, heads: int) -> Make:
+        return lambda: _Tile(clock, shape.block, shape.rows, shape.num_keys, heads, dtype).of(op)
+
+    took = clock.best_us([maker(*case, heads) for case in cases for heads in (HEADS, FEW_HEADS)])
     found: list[Rate] = []
-    calls: list[tuple[RateOp, int, Callable[[], None], Callable[[], None]]] = [
-        ("attention", 4, many.forward, few.forward),
-        ("attention_backward", 10, many.backward, few.backward),
-    ]
-    for op, flops, all_heads, some_heads in calls:
-        took, less = clock.time_us(all_heads), clock.time_us(some_heads)
-        shared = min(max(0.0, (HEADS * less - FEW_HEADS * took) / (HEADS - FEW_HEADS)), 0.9 * took)
-        rate = flops * shape.pairs * HEADS * HEAD_DIM / (took - shared)
+    for (shape, op), many, few in zip(cases, took[::2], took[1::2], strict=True):
+        shared = min(max(0.0, (HEADS * few - FEW_HEADS * many) / (HEADS - FEW_HEADS)), 0.9 * many)
+        rate = FLOPS[op] * shape.pairs * HEADS * HEAD_DIM / (many - shared)
         found.append(Rate(op, name, shape.tile, rate, shape.kind, shape.keys, shared))
     return found
 

@@ -17,10 +17,14 @@ from longmesh.comm import AxisGroup, collectives
 from longmesh.comm.p2p import start_all_to_all, start_send_receive
 from longmesh.plan.cluster import Level, Link
 
+Run = Callable[[], object]
+Make = Callable[[], Run]
+
 LOOP_S = 0.006  # what is shorter is repeated until it takes this long: a clock of single calls shows outliers
-LOOPS = 5  # of which the median counts
+LOOPS, ROUNDS = 2, 3
 FIRST_BYTES, MOST_BYTES = 1 << 20, 1 << 27  # of a transfer that takes as long as computing
 ROWS = (16, 256, 2048, 8192)  # of 8 heads of 64, packed to find out what a copy takes
+COLD_BYTES, MOST_COPIES = 1 << 26, 64  # more than caches hold
 
 
 class Clock:
@@ -29,18 +33,26 @@ class Clock:
     def __init__(self, group: AxisGroup, device: torch.device) -> None:
         self.group, self.device = group, device
 
-    def time_us(self, run: Callable[[], object]) -> float:
+    def time_us(self, run: Run) -> float:
         """Microseconds of a call while every rank makes it: the slowest rank's. Collective."""
-        self._loop(run, 1)
-        count = max(1, min(100, int(LOOP_S * 1e6 / max(1.0, self._loop(run, 1)))))
-        return sorted(self._loop(run, count) for _ in range(LOOPS))[LOOPS // 2]
+        return self.best_us([lambda: run])[0]
 
-    def alone_us(self, run: Callable[[], object]) -> float:
+    def best_us(self, makes: Sequence[Make]) -> list[float]:
+        """The same of several calls, each the best of its rounds. A round goes over all calls: what slows a machine
+        down for seconds then meets a round of each, and no call's only one."""
+        rounds = [[self._round(make()) for make in makes] for _ in range(ROUNDS)]
+        return [min(times) for times in zip(*rounds, strict=True)]
+
+    def _round(self, run: Run) -> float:
+        count = max(1, min(100, int(LOOP_S * 1e6 / max(1.0, self._loop(run, 1)))))
+        return min(self._loop(run, count) for _ in range(LOOPS if count > 1 else 1))
+
+    def alone_us(self, run: Run) -> float:
         """The same while the other ranks wait for the first. Collective; `run` must not be."""
         count = 3 if self.group.rank == 0 else 0
-        return sorted(self._loop(run, count) for _ in range(LOOPS))[LOOPS // 2]
+        return min(self._loop(run, count) for _ in range(LOOPS * ROUNDS))
 
-    def _loop(self, run: Callable[[], object], count: int) -> float:
+    def _loop(self, run: Run, count: int) -> float:
         self.slowest(0.0)  # the ranks start together
         start = time.perf_counter()
         for _ in range(count):
@@ -59,18 +71,28 @@ class Clock:
 
 def measure_level(clock: Clock, name: str, ranks: int | None, messages: Sequence[int]) -> Level:
     """Every collective by the bytes that a rank receives."""
-    links = {kind: _link(clock, _maker(clock.group, kind), messages) for kind in _KINDS}
+    cases = [(kind, size) for kind in _KINDS for size in messages]
+    took = [0.0] * len(cases)
+    if clock.group.size > 1:
+        makers = {kind: _maker(clock.group, kind) for kind in _KINDS}
+        took = clock.best_us(
+            [lambda kind=kind, size=size: makers[kind](size, clock.device) for kind, size in cases]
+        )
+    points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
+    for (kind, size), us in zip(cases, took, strict=True):
+        points[kind].append((float(size), us))
+    links = {kind: Link(_rising(found)) for kind, found in points.items()}
     return Level(name, ranks, links["all_gather"], tuple(links.items()))
 
 
 _KINDS = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "send")
 
 
-def _maker(group: AxisGroup, kind: str) -> Callable[[int, torch.device], Callable[[], object]]:
+def _maker(group: AxisGroup, kind: str) -> Callable[[int, torch.device], Run]:
     """What makes a call in which this rank receives so many bytes."""
     n, me = group.size, group.rank
 
-    def make(size: int, device: torch.device) -> Callable[[], object]:
+    def make(size: int, device: torch.device) -> Run:
         part = max(1, size // 4 // max(1, n - 1))  # elements of each peer
         if kind == "send":
             counts = [size // 4 if member == (me + 1) % n else 0 for member in range(n)]
@@ -100,14 +122,6 @@ def _maker(group: AxisGroup, kind: str) -> Callable[[int, torch.device], Callabl
     return make
 
 
-def _link(
-    clock: Clock, make: Callable[[int, torch.device], Callable[[], object]], messages: Sequence[int]
-) -> Link:
-    if clock.group.size == 1:
-        return Link(tuple((float(size), 0.0) for size in messages))
-    return Link(_rising([(float(size), clock.time_us(make(size, clock.device))) for size in messages]))
-
-
 def _rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """Times that never fall as messages grow: no message takes longer than a larger one, it was only disturbed."""
     least = list(itertools.accumulate((us for _, us in reversed(points)), min))[::-1]
@@ -115,15 +129,23 @@ def _rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...
 
 
 def measure_copies(clock: Clock, dtype: torch.dtype) -> Link:
-    """The time in which rows are packed, by their bytes."""
-    points: list[tuple[float, float]] = []
-    for rows in ROWS:
-        t = torch.randn(1, 8, rows, 64, device=clock.device).to(dtype)
-        points.append((float(t.nbytes), clock.time_us(lambda t=t: to_rows(t))))
-    return Link(_rising(points))
+    """The time in which rows are packed, by their bytes. As in a call, what is copied lies in no cache any more and
+    goes to memory that is new: many are copied, and all results kept until the last."""
+    sizes = [dtype.itemsize * 8 * rows * 64 for rows in ROWS]
+    many = [max(1, min(MOST_COPIES, COLD_BYTES // size)) for size in sizes]
+
+    def maker(rows: int, count: int) -> Make:
+        def make() -> Run:
+            tokens = [torch.ones(1, 8, rows, 64, device=clock.device, dtype=dtype) for _ in range(count)]
+            return lambda: [to_rows(t) for t in tokens]
+
+        return make
+
+    took = clock.best_us([maker(rows, count) for rows, count in zip(ROWS, many, strict=True)])
+    return Link(_rising([(float(size), us / n) for size, us, n in zip(sizes, took, many, strict=True)]))
 
 
-def measure_overlap(clock: Clock, compute: Callable[[], object]) -> float:
+def measure_overlap(clock: Clock, compute: Run) -> float:
     """How much of a transfer hides behind computing that takes about as long."""
     n, me = clock.group.size, clock.group.rank
     if n == 1:
@@ -135,7 +157,7 @@ def measure_overlap(clock: Clock, compute: Callable[[], object]) -> float:
         coming = [len(sent) if member == (me - 1) % n else 0 for member in range(n)]
 
         def transfer(
-            between: Callable[[], object] = lambda: None,
+            between: Run = lambda: None,
             sent: Tensor = sent,
             counts: list[int] = counts,
             coming: list[int] = coming,
@@ -148,5 +170,5 @@ def measure_overlap(clock: Clock, compute: Callable[[], object]) -> float:
         if took >= alone or size >= MOST_BYTES:
             break
         size *= 2
-    both = clock.time_us(lambda: transfer(compute))
+    alone, took, both = clock.best_us([lambda: compute, lambda: transfer, lambda: lambda: transfer(compute)])
     return min(1.0, max(0.0, (alone + took - both) / min(alone, took)))

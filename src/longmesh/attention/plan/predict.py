@@ -87,7 +87,8 @@ def _rank_times(plan: AttentionPlan, row: RowPlan, op: RateOp, group: int) -> Ti
     backward = op == "attention_backward"
     kv_heads = sum(mine.kv_heads_of_groups)
     total = _walk(compute, _key_transfers(plan, row, group, kv_heads, backward), plan.cluster.overlap)
-    total += plan.cluster.pass_us + _waits_us(plan, row, backward)
+    passes = len(row.shares[0].groups) if row.shares else 1  # over the stages: one for each group of heads
+    total += plan.cluster.pass_us * passes + _waits_us(plan, row, backward)
     total += packing_us(plan, row, group, mine.heads, kv_heads, backward)
     total += _query_transfers(plan, row, group, mine.heads, backward)
     if row.shares:
