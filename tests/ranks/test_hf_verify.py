@@ -1,5 +1,7 @@
 """hf.verify: says that a model is right over a cut sequence, or where it goes wrong."""
 
+import itertools
+
 import torch
 
 from longmesh import hf
@@ -43,8 +45,11 @@ def errors(ranks: int) -> list[str]:
     hf.register()
     wrong = make_model("llama", "longmesh")
     wrong.model.layers[1].mlp = PositionInPart(wrong.model.layers[1].mlp)
-    texts = []
-    for model in (wrong, make_model("llama", "sdpa")):
+    not_finite, texts = make_model("llama", "longmesh"), []
+    times = itertools.count()
+    # Of the last parameter, and of the second pass alone: differences that are no numbers behind those that are.
+    not_finite.model.norm.weight.register_hook(lambda grad: grad * torch.nan if next(times) else grad)
+    for model in (wrong, not_finite, make_model("llama", "sdpa")):
         try:
             hf.verify(model, cpu_mesh(ranks), tolerance=1e-4)
         except LongmeshError as error:
@@ -53,7 +58,8 @@ def errors(ranks: int) -> list[str]:
 
 
 def test_where_a_model_goes_wrong(pool):
-    for wrong, other in pool.run(errors, 2, ranks=2, timeout=300.0):
+    for wrong, not_finite, other in pool.run(errors, 2, ranks=2, timeout=300.0):
         assert "LlamaForCausalLM over a cut sequence is not what it is in one process" in wrong
         assert "hidden states part first in model.layers.1.mlp" in wrong
+        assert "the gradient of model.norm.weight by inf" in not_finite
         assert "LlamaForCausalLM has no attn_implementation='longmesh'" in other

@@ -6,6 +6,7 @@ model that is new to you, before a long run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,7 +108,12 @@ def _apart(local: Tensor, full: Tensor, engine: ContextParallel) -> float:
     wanted = engine.shard(full, 1)
     if not local.numel() or wanted.shape != local.shape:
         return 0.0
-    return float((local - wanted).abs().max() / full.abs().max().clamp(min=1e-20))
+    return _or_inf(float((local - wanted).abs().max() / full.abs().max().clamp(min=1e-20)))
+
+
+def _or_inf(difference: float) -> float:
+    """What is no number counts as the largest difference: every comparison would pass over it."""
+    return math.inf if math.isnan(difference) else difference
 
 
 def _compare(
@@ -126,10 +132,10 @@ def _compare(
     names = [name for name, _ in model.named_parameters()]
     largest = max(float(gradient.abs().max()) for gradient in whole[1])
     off = [
-        float((summed(ours) - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-3 * largest)
+        _or_inf(float((summed(ours) - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-3 * largest))
         for ours, theirs in zip(cut[1], whole[1], strict=True)
     ]
-    loss = abs(float(summed(cut[0]) - whole[0])) / abs(float(whole[0]))
+    loss = _or_inf(abs(float(summed(cut[0]) - whole[0])) / abs(float(whole[0])))
     far = summed(torch.tensor([float(value > tolerance) for value in apart.values()], device=cut[0].device))
     layer = next((name for name, value in zip(apart, far.tolist(), strict=True) if value), None)
     worst = max(range(len(off)), key=off.__getitem__)
