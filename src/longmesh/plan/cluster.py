@@ -54,7 +54,8 @@ class Link:
                 "or Link.of(latency_us=, bytes_per_us=)"
             )
         took = [us for _, us in self.times]
-        if took[0] < 0 or self.peer_us < 0 or any(a > b for a, b in itertools.pairwise(took)):
+        rising = all(a <= b for a, b in itertools.pairwise(took))  # false for what is no number
+        if not (took[0] >= 0 and self.peer_us >= 0 and rising):
             raise LongmeshError(
                 f"Link(times={self.times}, peer_us={self.peer_us}): times must be at least 0 and never fall "
                 "as messages grow; take the median of more repetitions"
@@ -63,7 +64,7 @@ class Link:
     @staticmethod
     def of(*, latency_us: float, bytes_per_us: float, peer_us: float = 0.0) -> Link:
         """A link with one latency and one bandwidth."""
-        if latency_us < 0 or bytes_per_us <= 0:
+        if not (latency_us >= 0 and bytes_per_us > 0):
             raise LongmeshError(
                 f"Link.of(latency_us={latency_us}, bytes_per_us={bytes_per_us}): "
                 "latency must be at least 0 and bandwidth more than 0"
@@ -151,11 +152,8 @@ class Cluster:
             raise LongmeshError(
                 f"Cluster {self.name!r}: rates has no Rate('attention', ...), which plans of attention need"
             )
-        if (
-            min(self.call_us, self.pass_us, self.transfer_us) < 0
-            or not 0 <= self.overlap <= 1
-            or self.crowding < 1
-        ):
+        fixed = self.call_us, self.pass_us, self.transfer_us
+        if not (all(us >= 0 for us in fixed) and 0 <= self.overlap <= 1 and self.crowding >= 1):
             raise LongmeshError(
                 f"Cluster {self.name!r}: call_us={self.call_us}, pass_us={self.pass_us} and "
                 f"transfer_us={self.transfer_us} must be at least 0, "

@@ -44,7 +44,8 @@ class Rate:
                 f"Rate(op={self.op!r}, kind={self.kind!r}): op is one of {', '.join(RATE_OPS)}, "
                 f"kind one of {', '.join(TILE_KINDS)}"
             )
-        if self.tile < 1 or (self.keys or 1) < 1 or self.flops_per_us <= 0 or self.fixed_us < 0:
+        sizes = self.tile >= 1 and (self.keys or 1) >= 1
+        if not (sizes and self.flops_per_us > 0 and self.fixed_us >= 0):
             raise LongmeshError(
                 f"{self}: tile and keys must be at least 1, the rate more than 0, fixed_us at least 0"
             )

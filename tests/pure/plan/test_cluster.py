@@ -1,6 +1,7 @@
 """Cluster: links by message size, levels by who talks to whom, rates by tile; saved, loaded, checked."""
 
 import dataclasses
+import math
 import pickle
 
 import numpy as np
@@ -108,7 +109,10 @@ def test_only_a_measured_cluster_does_not_say_that_it_is_not():
         (lambda: Link(((1.0, 2.0), (2.0, 1.0))), "never fall as messages grow"),
         (lambda: Link.of(latency_us=-1.0, bytes_per_us=5.0), "latency must be at least 0"),
         (lambda: Rate("softmax", "float32", 64, 1.0), "op is one of matmul, attention, attention_backward"),  # type: ignore[arg-type]
+        (lambda: Link(((0.0, 1.0), (5.0, math.nan))), "times must be at least 0 and never fall"),
         (lambda: Rate("matmul", "float32", 0, 1.0), "tile and keys must be at least 1"),
+        (lambda: Rate("matmul", "float32", 8, math.nan), "the rate more than 0"),
+        (lambda: dataclasses.replace(hosts(4), transfer_us=math.nan), "transfer_us=nan must be at least 0"),
         (
             lambda: Cluster("x", (Level("node", 2, FAST), Level("pod", None, FAST)), RATES),
             "the first must have 1",
