@@ -120,33 +120,37 @@ class Pair(Mask):
             return right
         return left if self.right.band() == (-UNBOUNDED, UNBOUNDED) else "both"
 
-    def both_slices(self, seq_len: int, row: int, num_heads: int) -> list[np.ndarray]:
-        sides = (self.left, self.right)
-        return [side.slices(seq_len, row=row % side.num_rows, num_heads=num_heads) for side in sides]
+    @staticmethod
+    @abc.abstractmethod
+    def join(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """The slices of both sides as those of the pair."""
 
-    def both_between(self, start: int, stop: int, kv_len: int, row: int, num_heads: int) -> list[np.ndarray]:
+    def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
         sides = (self.left, self.right)
-        return [
-            side.slices_between(start, stop, kv_len, row=row % side.num_rows, num_heads=num_heads)
-            for side in sides
-        ]
+        return self.join(
+            *(side.slices(seq_len, row=row % side.num_rows, num_heads=num_heads) for side in sides)
+        )
+
+    def slices_between(
+        self, start: int, stop: int, kv_len: int, *, row: int = 0, num_heads: int = 1
+    ) -> np.ndarray:
+        return self.join(
+            *(
+                side.slices_between(start, stop, kv_len, row=row % side.num_rows, num_heads=num_heads)
+                for side in (self.left, self.right)
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Both(Pair):
     """`left & right`: visible where both are."""
 
+    join = staticmethod(intersect)
+
     def band(self) -> tuple[int, int] | None:
         a, b = self.left.band(), self.right.band()
         return (max(a[0], b[0]), min(a[1], b[1])) if a and b else None
-
-    def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
-        return intersect(*self.both_slices(seq_len, row, num_heads))
-
-    def slices_between(
-        self, start: int, stop: int, kv_len: int, *, row: int = 0, num_heads: int = 1
-    ) -> np.ndarray:
-        return intersect(*self.both_between(start, stop, kv_len, row, num_heads))
 
     def visible(self, b, h, q_idx, kv_idx) -> Any:
         return self.left.visible(b, h, q_idx, kv_idx) & self.right.visible(b, h, q_idx, kv_idx)
@@ -159,13 +163,7 @@ class Both(Pair):
 class Either(Pair):
     """`left | right`: visible where one is; a pair in both is counted once."""
 
-    def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
-        return union(*self.both_slices(seq_len, row, num_heads))
-
-    def slices_between(
-        self, start: int, stop: int, kv_len: int, *, row: int = 0, num_heads: int = 1
-    ) -> np.ndarray:
-        return union(*self.both_between(start, stop, kv_len, row, num_heads))
+    join = staticmethod(union)
 
     def visible(self, b, h, q_idx, kv_idx) -> Any:
         return self.left.visible(b, h, q_idx, kv_idx) | self.right.visible(b, h, q_idx, kv_idx)
