@@ -9,6 +9,8 @@ times the number of ranks.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from longmesh.attention.tokens.packing import IGNORED
-from longmesh.comm import collectives, comm_of
+from longmesh.comm import MeshComm, collectives, comm_of, kept_by_mesh
+from longmesh.comm.agree import checks_every_call
 from longmesh.errors import LongmeshError
 
 
@@ -41,26 +44,26 @@ def cut_cross_entropy(
     if reduction not in ("mean", "sum"):
         raise LongmeshError(f"cut_cross_entropy(reduction={reduction!r}): use 'mean' or 'sum'")
     problem: Exception | None = None
-    part, count = logits.new_zeros((), dtype=torch.float32), 0
+    part = logits.new_zeros((), dtype=torch.float32)
+    count = part
     try:
         part, count = _sum_and_count(logits, labels, ignore_index)
     except Exception as error:  # the others are told before it is raised, or they would wait
         problem = error
-    whole, count, num_wrong = _add_up(part.detach(), count, problem is not None, mesh)
+    wrong = part.new_full((), problem is not None, dtype=torch.float64)
+    sums = _add_up(torch.stack([part.detach().double(), count.double(), wrong]), mesh)
     if problem is not None:
         raise problem
-    if num_wrong:
+    if mesh.size() > 1 and _is_asked(mesh) and (num_wrong := int(sums[2])):
         raise LongmeshError(
             f"cut_cross_entropy: {num_wrong} of the {mesh.size()} ranks were called with something wrong and say what; "
             "this rank's logits and labels are in order"
         )
-    total = _StandIn.apply(part, whole)
-    if reduction == "sum":
-        return total
-    return total / count if count else total * torch.nan  # as torch's mean of nothing
+    total = _StandIn.apply(part, sums[0].to(part.dtype))
+    return total if reduction == "sum" else total / sums[1].to(part.dtype)  # NaN of nothing, as torch's mean
 
 
-def _sum_and_count(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, int]:
+def _sum_and_count(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     if logits.ndim < 2 or logits.shape[:-1] != labels.shape:
         raise LongmeshError(
             f"cut_cross_entropy: logits are {tuple(logits.shape)} and labels {tuple(labels.shape)}; give logits "
@@ -69,19 +72,27 @@ def _sum_and_count(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[T
     wide = logits if logits.dtype is torch.float64 else logits.float()
     flat = labels.reshape(-1)
     total = F.cross_entropy(wide.flatten(0, -2), flat, ignore_index=ignore_index, reduction="sum")
-    return total, int((flat != ignore_index).sum())
+    return total, (flat != ignore_index).sum()
 
 
-def _add_up(part: Tensor, count: int, is_wrong: bool, mesh: DeviceMesh) -> tuple[Tensor, int, int]:
-    """The sum, the count and the number of ranks that can't go on, over all ranks of the mesh."""
+def _add_up(sums: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The loss, the tokens and the ranks that can't go on, over all ranks of the mesh."""
     if mesh.size() == 1:
-        return part, count, int(is_wrong)
+        return sums
     group = comm_of(mesh).group(tuple(range(mesh.ndim)))
-    numbers = torch.tensor([0.0, count, is_wrong], dtype=torch.float64, device=part.device)
-    numbers[0] = part
-    numbers = collectives.all_reduce(numbers, reduce_op="sum", group=group)
-    _, count_of_all, num_wrong = numbers.tolist()
-    return numbers[0].to(part.dtype), int(count_of_all), int(num_wrong)
+    return collectives.all_reduce(sums, reduce_op="sum", group=group)
+
+
+def _is_asked(mesh: DeviceMesh) -> bool:
+    """Whether this rank looks if others can go on: on a device it would wait for it, so at the first call only, as
+    attention does. Later a rank that raises is ended with the others by the launcher."""
+    before = _calls(comm_of(mesh))
+    return next(before) == 0 or mesh.device_type == "cpu" or checks_every_call()
+
+
+@kept_by_mesh(1)
+def _calls(comm: MeshComm) -> Iterator[int]:
+    return itertools.count()
 
 
 class _StandIn(torch.autograd.Function):
