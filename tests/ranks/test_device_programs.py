@@ -1,7 +1,6 @@
 """What a user would run on GPUs, on ranks of the made-up device: the numbers that CPU ranks give.
 
-Its process group refuses what NCCL refuses, so what only gloo takes fails here. A model of transformers is not among
-them: its scope makes tensors of a class of its own, which a tensor that has a class already cannot become.
+Its process group refuses what NCCL refuses, so what only gloo takes fails here.
 """
 
 import pytest
@@ -11,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from longmesh.attention import ContextParallel
 from longmesh.attention.kernel.base import Score
 from longmesh.testing.mesh import world_mesh
-from support.device_programs import PROGRAMS, counted_steps, hybrid_ring
+from support.device_models import MODELS
+from support.device_programs import PROGRAMS, counted_steps, counted_trainer, hybrid_ring
 from support.op_sweep import sweep_names, sweep_op
 
 # The made-up device has no sparse tensors; torch's own backward of mvlgamma writes a DTensor into a plain tensor, and
@@ -41,7 +41,7 @@ def compare(program, expected, found):
             )
 
 
-@pytest.mark.parametrize("program", [*PROGRAMS, hybrid_ring], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [*PROGRAMS, *MODELS, hybrid_ring], ids=lambda program: program.__name__)
 def test_the_device_gives_what_cpus_give(pool, program):
     ranks = 4 if program is hybrid_ring else 2
     expected = pool.run(program, ranks=ranks, timeout=120)
@@ -52,6 +52,14 @@ def test_a_train_step_reads_and_copies_nothing_after_the_first(pool):
     for first, *later in pool.run(counted_steps, ranks=2, device="sim", timeout=120):
         assert later == [(0, 0, 0)] * 2
         assert first[1] > 0  # a kernel is checked, indices are uploaded: counting works
+
+
+def test_a_step_of_the_trainer_reads_only_whether_ranks_agree_on_its_plan(pool):
+    """Each batch has a plan of its own, which the ranks agree on at its first call."""
+    for first, *later in pool.run(counted_trainer, ranks=2, device="sim", timeout=120):
+        assert len(first) > 1
+        for step in later:
+            assert sum(step.values()) == 1 and "comm/agree.py" in next(iter(step))
 
 
 def plan_under_a_compiler():

@@ -4,9 +4,11 @@ import itertools
 
 import pytest
 import torch
-from ranks.test_device_programs import NAMES, sweep
+from ranks.test_device_programs import NAMES, compare, sweep
 
 from support.device_attention import EXCHANGES, LAYOUTS, MASKS, OPTIONS, Case, run_hollow, run_valued
+from support.device_models import MODELS, MORE_MODELS, cross_attention
+from support.device_programs import lost_tokens, redistributions, run_as, styles
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -41,3 +43,21 @@ def test_as_every_rank_of_eight(pool, mask, layout):
 @pytest.mark.parametrize("part", range(12))
 def test_every_op(pool, part):
     assert pool.run(sweep, NAMES[part::12], ranks=2, device="sim", timeout=900) == [{}] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("program", [*MODELS, *MORE_MODELS], ids=lambda program: program.__name__)
+def test_models_give_what_cpus_give(pool, program, ranks):
+    expected = pool.run(program, ranks=ranks, timeout=300)
+    compare(program, expected, pool.run(program, ranks=ranks, timeout=300, device="sim"))
+
+
+def run_as_all(program, num_ranks):
+    return [run_as(program, rank, num_ranks) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("program", [styles, redistributions, lost_tokens, cross_attention])
+def test_programs_run_as_every_rank_without_values(pool, program):
+    """What reads a value raises there; the sizes of whole tensors are the same on every rank."""
+    ((first, *others),) = pool.run(run_as_all, program, 3, ranks=1, device="fake", timeout=300)
+    assert first and all(sizes.keys() == first.keys() for sizes in others)

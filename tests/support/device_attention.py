@@ -41,8 +41,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.3, "dropout_seed": 5},
     "score_mod": {"score_mod": _distances},
 }
-EXCHANGES = ("ring", "allgather", "sparse", "ulysses", "hybrid", "auto")
-LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "round_robin", "solve", "auto")
+EXCHANGES = ("ring", "allgather", "sparse", "ulysses", "hybrid", "cheapest", "auto")
+LAYOUTS = ("contiguous", "ordered", "zigzag", "striped", "per_document", "round_robin", "solve", "auto")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ found = pool.run(program, ranks=2, device="sim")         # the made-up device
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from longmesh import DTensor, Partial, Replicate, Shard, checkpoint, distribute_
 from longmesh.attention import ContextParallel, masks
 from longmesh.attention.exchange.hybrid import Hybrid
 from longmesh.attention.exchange.ring import Ring
+from longmesh.comm.agree import check_every_call
 from longmesh.experimental import context_parallel, context_parallel_unshard
 from longmesh.parallel import (
     ColwiseParallel,
@@ -28,7 +30,7 @@ from longmesh.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from longmesh.testing.device import DeviceCounts
+from longmesh.testing.device import DeviceCounts, SimTensor, fake_rank
 from longmesh.testing.mesh import world_mesh
 
 Numbers = dict[str, torch.Tensor]
@@ -39,11 +41,20 @@ def here() -> str:
 
 
 def whole(tensors: dict[str, torch.Tensor]) -> Numbers:
-    """Plain CPU tensors, whole."""
-    return {
-        name: (t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()).cpu()
-        for name, t in tensors.items()
-    }
+    """Plain CPU tensors, whole; of tensors without values their sizes."""
+    found: Numbers = {}
+    for name, t in tensors.items():
+        full = t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()
+        hollow = isinstance(full, SimTensor) and full.is_hollow
+        found[name] = torch.zeros(full.shape, dtype=full.dtype) if hollow else full.cpu()
+    return found
+
+
+def run_as(program: Callable[[], Numbers], rank: int, num_ranks: int) -> dict[str, tuple[int, ...]]:
+    """The sizes that a program finds as one rank of many, alone and without values: what reads one raises."""
+    world_mesh.cache_clear()
+    with fake_rank(rank, num_ranks):
+        return {name: tuple(t.shape) for name, t in program().items()}
 
 
 class Block(nn.Module):
@@ -218,6 +229,28 @@ def counted_steps() -> list[tuple[int, int, int]]:
             clip_grad_norm_(model.parameters(), 0.5)
             step.step()
         found.append((counts.host_reads, counts.uploads, counts.downloads))
+    return found
+
+
+def counted_trainer() -> list[dict[str, int]]:
+    """What the host reads in each step of the reference trainer, and where: documents, the same, others, the first."""
+    from longmesh.train import TrainOptions
+    from longmesh.train.data import Corpus
+    from longmesh.train.loop import build, run_step
+    from longmesh.train.parallel import Engines, slice_mesh
+
+    shape = (1, dist.get_world_size(), 1)
+    axes = slice_mesh(world_mesh(*shape, names=("data", "context", "tensor")))
+    sizes = {"seq_len": 101, "batch": 1, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "steps": 4}
+    options = TrainOptions(data=1, context=shape[1], tensor=1, **sizes)
+    (model, optimizer), engines = build(options, axes), Engines(options, axes)
+    steps = Corpus(0).steps(options.seq_len, options.batch, first=0)
+    first, other = next(steps), next(steps)
+    found = []
+    for rows in (first, first, other, first):
+        with DeviceCounts() as counts, check_every_call(False):
+            run_step(model, optimizer, rows, options, axes, engines)
+        found.append({name: n for name, n in counts.where.items() if not name.startswith("uploads")})
     return found
 
 

@@ -12,6 +12,8 @@ Pitfall: the device has an index, `sim:0`; without one autograd has no queue for
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import torch
@@ -63,8 +65,19 @@ class SimTensor(Tensor):
         """Whether it has no values."""
         return self.held.is_meta
 
+    def as_subclass(self, cls: Any) -> Any:
+        """As torch's, of a tensor that needs no gradient: torch gives no second class to a tensor that has one."""
+        if self.requires_grad:
+            raise RuntimeError(
+                "as_subclass() of a tensor of device sim that needs a gradient: detach it first"
+            )
+        return cls(self.held) if issubclass(cls, SimTensor) else _joined(cls)(self.held)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SimTensor({self.held})"
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()  # by which views of one tensor know each other
 
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
@@ -81,6 +94,12 @@ class SimTensor(Tensor):
                 NotImplemented  # a DTensor among them: it is asked next, as it would be beside a GPU's tensor
             )
         return run_op(func, args, kwargs or {})
+
+
+@functools.cache
+def _joined(cls: type[Tensor]) -> type[Tensor]:
+    """Tensors of the device that are of this class."""
+    return SimTensor if issubclass(SimTensor, cls) else types.new_class(cls.__name__, (cls, SimTensor))
 
 
 def hollow(tensor: Tensor) -> Tensor:
