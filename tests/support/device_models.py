@@ -123,7 +123,8 @@ def diffusers_model() -> Numbers:
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
         freq_dim=16, ffn_dim=32, num_layers=1, cross_attn_norm=True, rope_max_seq_len=32,
     )  # fmt: skip
-    longmesh.diffusers.context_parallel(model.to(here()), _mesh())
+    nn.Module.to(model, here())
+    longmesh.diffusers.context_parallel(model, _mesh())
     latents = torch.randn(1, 4, 3, 6, 10).to(here()).requires_grad_()
     words = torch.randn(1, 7, 16).to(here()).requires_grad_()
     out = model(latents, torch.tensor([7]).to(here()), words, return_dict=False)[0]
