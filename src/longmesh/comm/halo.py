@@ -50,15 +50,28 @@ def return_rows(
     out = rows.new_zeros(shape)
     own = _common(have[me], need[me])
     _take(out, dim, have[me], own).copy_(_take(rows, dim, need[me], own))
+    add_rows(out, rows, dim, have, need, group)
+    return out
+
+
+def add_rows(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    dim: int,
+    have: Sequence[Rows],
+    need: Sequence[Rows],
+    group: AxisGroup,
+) -> None:
+    """Add to `out`, the rows `have[me]`, what other members have for them in their `rows`. Collective."""
     if is_local(have, need):
-        return out
+        return
+    me = group.rank
     sends = [_common(theirs, need[me]) for theirs in have]
     receives = [_common(have[me], theirs) for theirs in need]
     sends[me] = (0, 0)
     for q, piece in enumerate(_exchange(rows, dim, need[me], sends, receives, group)):
         if q != me and piece.numel():
             _take(out, dim, have[me], receives[q]).add_(piece)
-    return out
 
 
 def is_local(have: Sequence[Rows], need: Sequence[Rows]) -> bool:

@@ -1,133 +1,175 @@
 """A causal depthwise convolution of tokens that are here, a tile of them at a time.
 
-    y_t = bias + sum_j weight[j] x_(t + j)         x has width - 1 tokens more than y, before its first
+    y_t = bias + sum_j weight[j] x_(t - width + 1 + j)         `before` holds the width - 1 tokens before x's first
 
 torch's own convolution takes four times as long per token once a sequence outgrows the caches. Here all that is done to
-a tile happens while it is in one; backward computes the tile again instead of keeping what the activation was given.
+a tile happens while it is in one, and nothing of the sequence's size is made but the results. A tile has long rows of
+what lies next to each other in memory, tokens or channels: short ones are a page and a set of cache lines each.
+
 Shapes: B batch, D channels, T tokens. Computed in fp32, or in float64 if that is what x has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from longmesh.errors import LongmeshError
-
 TILE_NUMEL = 1 << 18  # 1 MiB in fp32: half of a core's second cache
+ROW_TOKENS = 4096
 
 
-def convolve_tiles(
-    x: Tensor, weight: Tensor, bias: Tensor | None, is_silu: bool, starts: np.ndarray | None
-) -> Tensor:
-    """x (B, D, width - 1 + T), weight (D, width): (B, D, T), in the element type that torch's convolution would give.
+class Gradients(NamedTuple):
+    """Of x, of the tokens before it, of weight and of bias; the last two in the type that is computed in."""
 
-    `starts` (B or 1, width - 1 + T): whether a document begins at a token of x; None: one document.
+    x: Tensor
+    before: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Convolution:
+    """x (B, D, T), before (B, D, width - 1), weight (D, width), bias (D,).
+
+    `starts` (B or 1, width - 1 + T): whether a document begins at a token of `before` or x; None: one document.
     """
-    out = _Convolution.apply(x, weight, bias, is_silu, starts)
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return out.to(torch.get_autocast_dtype(kind))  # type: ignore[union-attr]
-    return out  # type: ignore[return-value]
 
+    x: Tensor
+    before: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    is_silu: bool
+    starts: np.ndarray | None
 
-def _tiles(x: Tensor, width: int) -> Iterator[slice]:
-    """The tokens of y in stretches; on a device in one, since there a launch costs more than memory."""
-    num_tokens = x.shape[-1] - (width - 1)
-    numel = max(1, x.shape[0] * x.shape[1])
-    size = max(64, TILE_NUMEL // numel) if x.device.type == "cpu" else max(1, num_tokens)
-    for start in range(0, num_tokens, size):
-        yield slice(start, min(num_tokens, start + size))
+    @property
+    def width(self) -> int:
+        return self.weight.shape[-1]
 
-
-class _Tile:
-    """One tile: its tokens of x for each tap, in the type that is computed in, zero if of another document."""
-
-    def __init__(self, x: Tensor, width: int, tokens: slice, starts: np.ndarray | None) -> None:
-        self.wide = torch.promote_types(x.dtype, torch.float32)
-        self._x = x[..., tokens.start : tokens.stop + width - 1].to(self.wide)
-        self._num_tokens, self._width = tokens.stop - tokens.start, width
-        self._begun = None
-        if starts is not None:
-            here = starts[:, tokens.start : tokens.stop + width - 1]
-            if here[:, 1:].any():
-                self._begun = torch.from_numpy(here.cumsum(axis=1)).to(x.device)
-
-    def tap(self, j: int) -> Tensor:
-        return self._x[..., j : j + self._num_tokens]
-
-    def masked(self, tensor: Tensor, j: int) -> Tensor:
-        """`tensor`, with zeros for those tokens of y whose document began after their token of tap j."""
-        if self._begun is None or j == self._width - 1:
-            return tensor
-        same = self._begun[:, j : j + self._num_tokens] == self._begun[:, self._width - 1 :]
-        return tensor * same.to(self.wide).unsqueeze(1)
-
-    def products(self, taps: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        """y before its activation."""
-        out = self.masked(self.tap(0), 0) * taps[0]
-        for j in range(1, self._width):
-            out.addcmul_(self.masked(self.tap(j), j), taps[j])
-        return out if bias is None else out.add_(bias.to(self.wide).unsqueeze(-1))
-
-
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_silu: bool, starts: np.ndarray | None
-    ) -> Tensor:
-        width = weight.shape[-1]
-        out = x.new_empty(*x.shape[:-1], x.shape[-1] - (width - 1))
-        taps = _taps(weight, x.dtype)
-        for tokens in _tiles(x, width):
-            found = _Tile(x, width, tokens, starts).products(taps, bias)
-            out[..., tokens] = silu(found, inplace=True) if is_silu else found
-        ctx.save_for_backward(x, weight, bias)
-        ctx.is_silu, ctx.starts = is_silu, starts
+    def outputs(self) -> Tensor:
+        out = torch.empty_like(self.x)
+        for channels in self._channels():
+            for tokens, begun in self._tokens():
+                tile = self._tile(channels, tokens, begun)
+                here = out[:, channels, tokens]
+                found = tile.products(here if out.dtype == tile.x.dtype else None)
+                found = silu(found, inplace=True) if self.is_silu else found
+                if found is not here:
+                    here.copy_(found)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise LongmeshError(
-                "a second derivative through a convolution over a cut sequence is not supported; call backward() or "
-                "autograd.grad() without create_graph=True"
-            )
-        x, weight, bias = ctx.saved_tensors
-        width = weight.shape[-1]
-        taps = _taps(weight, x.dtype)
-        wide = taps[0].dtype
-        grad_x = torch.empty_like(x, dtype=wide)
-        grad_x[..., : width - 1] = 0
-        grad_weight, grad_bias = (
-            torch.zeros_like(weight, dtype=wide),
-            weight.new_zeros(len(weight), dtype=wide),
+    def differentiate(self, gradient: Tensor) -> Gradients:
+        """Tiles are computed again instead of keeping what the activation was given."""
+        wide = torch.promote_types(self.x.dtype, torch.float32)
+        found = Gradients(
+            torch.empty_like(self.x),
+            torch.empty_like(self.before),
+            torch.zeros_like(self.weight, dtype=wide),
+            self.weight.new_zeros(len(self.weight), dtype=wide),
         )
-        for tokens in _tiles(x, width):
-            tile = _Tile(x, width, tokens, ctx.starts)
-            grad = gradients[0][..., tokens].to(wide)
-            if ctx.is_silu:
-                grad = torch.ops.aten.silu_backward(grad, tile.products(taps, bias))
-            grad_x[..., tokens.start + width - 1 : tokens.stop + width - 1] = 0
-            for j in range(width):
-                mine = tile.masked(grad, j)
-                grad_x[..., tokens.start + j : tokens.stop + j].addcmul_(mine, taps[j])
-                grad_weight[:, j] += (mine * tile.tap(j)).sum((0, -1))
-            grad_bias += grad.sum((0, -1))
-        return (
-            grad_x.to(x.dtype),
-            grad_weight.to(weight.dtype),
-            None if bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+        num_tokens, over = self.x.shape[-1], self.width - 1
+        for channels in self._channels():
+            # The last tokens of a tile are read by the next one, too.
+            carried = self.before.new_zeros(self.before[:, channels].shape, dtype=wide)
+            for tokens, begun in self._tokens():
+                tile = self._tile(channels, tokens, begun)
+                grad = gradient[:, channels, tokens].to(wide)
+                if self.is_silu:
+                    grad = torch.ops.aten.silu_backward(grad, tile.products(None))
+                grad_x = tile.transposed(grad, found.weight[channels])
+                grad_x[..., :over] += carried
+                found.bias[channels] += grad.sum((0, -1))
+                self._write(found, channels, tokens.start, grad_x[..., : tokens.stop - tokens.start])
+                carried = grad_x[..., tokens.stop - tokens.start :]
+            self._write(found, channels, num_tokens, carried)
+        return found
+
+    def _write(self, found: Gradients, channels: slice, start: int, values: Tensor) -> None:
+        """Values of tokens from `start`, counted from the first of `before`."""
+        split = min(max(0, self.width - 1 - start), values.shape[-1])
+        stop = start + values.shape[-1]
+        if split:
+            found.before[:, channels, start : start + split] = values[..., :split]
+        found.x[:, channels, start + split - (self.width - 1) : stop - (self.width - 1)] = values[..., split:]
+
+    def _tile(self, channels: slice, tokens: slice, begun: Tensor | None) -> _Tile:
+        first = tokens.start - (self.width - 1)
+        if first >= 0:
+            x = self.x[:, channels, first : tokens.stop]
+        else:
+            before = self.before[:, channels, tokens.start :]
+            x = torch.cat([before, self.x[:, channels, : tokens.stop]], -1)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        bias = None if self.bias is None else self.bias[channels].to(x.dtype).unsqueeze(-1)
+        return _Tile(x, self.weight[channels].to(x.dtype), bias, begun)
+
+    def _sizes(self) -> tuple[int, int]:
+        """Channels and tokens of a tile; on a device all of them, since there a launch costs more than memory."""
+        batch, channels, tokens = (max(1, n) for n in self.x.shape)
+        if self.x.device.type != "cpu":
+            return channels, tokens
+        if self.x.stride(1) < self.x.stride(2):
+            return channels, max(64, TILE_NUMEL // (batch * channels))
+        tokens = min(tokens, ROW_TOKENS)
+        return max(1, TILE_NUMEL // (batch * tokens)), tokens
+
+    def _channels(self) -> Iterator[slice]:
+        return _slices(self.x.shape[1], self._sizes()[0])
+
+    def _tokens(self) -> Iterator[tuple[slice, Tensor | None]]:
+        """Tokens of y, and how many documents have begun at those of x that they need, if any does."""
+        for tokens in _slices(self.x.shape[2], self._sizes()[1]):
+            begun = None
+            if self.starts is not None:
+                here = self.starts[:, tokens.start : tokens.stop + self.width - 1]
+                if here[:, 1:].any():
+                    begun = torch.from_numpy(here.cumsum(axis=1)).to(self.x.device)
+            yield tokens, begun
 
 
-def _taps(weight: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The weights of each tap, (D, 1)."""
-    return list(weight.to(torch.promote_types(dtype, torch.float32)).split(1, dim=1))
+def _slices(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(count, start + size)) for start in range(0, count, size))
+
+
+@dataclass(frozen=True, eq=False)
+class _Tile:
+    """x has width - 1 tokens more than y, before its first."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    begun: Tensor | None
+
+    def _tap(self, x: Tensor, j: int) -> Tensor:
+        """Those tokens that tap j reads."""
+        return x[..., j : x.shape[-1] - (self.weight.shape[1] - 1 - j)]
+
+    def _masked(self, tensor: Tensor, j: int) -> Tensor:
+        """`tensor`, with zeros for those tokens of y whose document began after their token of tap j."""
+        last = self.weight.shape[1] - 1
+        if self.begun is None or j == last:
+            return tensor
+        same = self._tap(self.begun, j) == self._tap(self.begun, last)
+        return tensor * same.to(tensor.dtype).unsqueeze(1)
+
+    def products(self, out: Tensor | None) -> Tensor:
+        """y before its activation, in `out` if that is given."""
+        taps = self.weight.split(1, dim=1)
+        out = torch.mul(self._masked(self._tap(self.x, 0), 0), taps[0], out=out)
+        for j, weight in enumerate(taps[1:], 1):
+            out.addcmul_(self._masked(self._tap(self.x, j), j), weight)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def transposed(self, grad: Tensor, grad_weight: Tensor) -> Tensor:
+        """The gradient of x, from that of `products`; that of the weights is added to `grad_weight`."""
+        grad_x = torch.zeros_like(self.x)
+        for j, weight in enumerate(self.weight.split(1, dim=1)):
+            mine = self._masked(grad, j)
+            self._tap(grad_x, j).addcmul_(mine, weight)
+            grad_weight[:, j] += (mine * self._tap(self.x, j)).sum((0, -1))
+        return grad_x
