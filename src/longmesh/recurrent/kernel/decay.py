@@ -12,12 +12,21 @@ Shapes: N chunks, B batch, H heads, C tokens, K features; G is (N, B, H, C, 1) o
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from longmesh.recurrent.chunks import Chunks
 
 _BLOCK = 16
+
+
+def running_decay(g: Tensor) -> Tensor:
+    """G, the running sum of log decays. A decay to nothing, -inf, is the least number whose exp is 0: differences of
+    infinities are none."""
+    lowest = 1.2 * math.log(torch.finfo(g.dtype).tiny)
+    return g.clamp_min(lowest).cumsum(-2)
 
 
 def decayed_products(a: Tensor, b: Tensor, decay: Tensor, chunks: Chunks, *, strict: bool = False) -> Tensor:

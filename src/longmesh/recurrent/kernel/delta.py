@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longmesh.recurrent.chunks import Chunks
-from longmesh.recurrent.kernel.decay import decayed_products
+from longmesh.recurrent.kernel.decay import decayed_products, running_decay
 from longmesh.recurrent.kernel.form import Form, MatrixKernel, MatrixReading
 from longmesh.recurrent.transition import MATRIX, Transitions
 
@@ -38,7 +38,7 @@ class GatedDeltaRule(MatrixKernel):
     def form(self, inputs: Sequence[Tensor], chunks: Chunks) -> Form:
         q, k, v, g, beta = inputs
         sizes = [v.shape[-1], k.shape[-1]]
-        decay = g.cumsum(-2)
+        decay = running_decay(g)
         whole = decay[..., -1:, :]
         entering = chunks.entering(decay.exp())
         system = beta * decayed_products(k, k, decay, chunks, strict=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from longmesh.recurrent.chunks import Chunks
-from longmesh.recurrent.kernel.decay import decayed_products
+from longmesh.recurrent.kernel.decay import decayed_products, running_decay
 from longmesh.recurrent.kernel.form import Form, MatrixKernel, MatrixReading
 from longmesh.recurrent.transition import ELEMENTWISE, Transitions
 
@@ -32,7 +32,7 @@ class LinearAttention(MatrixKernel):
 
     def form(self, inputs: Sequence[Tensor], chunks: Chunks) -> Form:
         q, k, v, g = inputs
-        decay = g.cumsum(-2)
+        decay = running_decay(g)
         whole = decay[..., -1:, :]
         leaving = chunks.leaving(k * (whole - decay).exp())
 

@@ -47,7 +47,9 @@ class SelectiveScan:
         x, dt, A, B, C = inputs
         return [
             *(_split(each, chunks) for each in (x, dt)),
-            A[None],
+            A[None].clamp_min(
+                torch.finfo(A.dtype).min
+            ),  # padding has dt = 0, and 0 times infinity is no number
             *(_split(each, chunks) for each in (B, C)),
         ]
 
