@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longmesh.comm import record_comm
+from longmesh.comm.agree import check_every_call
 from longmesh.errors import LongmeshError
 from longmesh.recurrent import RecurrentParallel
 from longmesh.testing import cpu_mesh
@@ -105,7 +106,7 @@ def planned_and_recorded(ranks: int, layer: str, seq_len: int, documents, exchan
         "selective": rp.selective_scan,
     }
     call[layer](*parts)  # the first call also agrees on its arguments
-    with record_comm() as log:
+    with record_comm() as log, check_every_call(False):
         call[layer](*parts).sum().backward()
     (stats,) = rp.stats()
     assert f"rank {rp.rank}: sends {stats.sent[rp.rank]} bytes" in rp.explain()
@@ -140,6 +141,29 @@ def called_differently(ranks: int) -> str:
 def test_a_call_that_is_wrong_on_one_rank_raises_on_all(pool):
     for text in pool.run(called_differently, 2, ranks=2):
         assert "dim 2 has 2 tokens and this rank 3" in text
+
+
+def called_differently_later(ranks: int) -> list[str]:
+    """After calls that were alike: another layer, and the same one with other keys."""
+    rp = RecurrentParallel(cpu_mesh(ranks), seq_len=6)
+    q, texts = torch.randn(1, 3, 2, 4), []
+    rp.linear_attention(q, q, q)
+    other = q if rp.rank == 0 else torch.randn(1, 3, 2, 5)
+    for call in (
+        lambda: rp.diagonal_scan(other[:, :, 0], other[:, :, 0]),
+        lambda: rp.linear_attention(q, q, other),
+    ):
+        with pytest.raises(LongmeshError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_later_call_that_differs_raises_on_all(pool):
+    for texts in pool.run(called_differently_later, 2, ranks=2):
+        assert "the ranks are called differently" in texts[0]
+        assert "('D', 4)" in texts[0]
+        assert "('V', 5)" in texts[1]
 
 
 def refusals(ranks: int) -> list[str]:

@@ -15,7 +15,7 @@ Pitfall: tokens are in order, rank after rank. Attention's balanced layouts deal
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -130,7 +130,17 @@ class RecurrentParallel:
 
     def unshard(self, tensor: Tensor, dim: int) -> Tensor:
         """The whole tensor from every rank's part. Collective; its gradient is this rank's part of the whole's."""
-        self._runner.enter("unshard", [tensor], dim % tensor.ndim, ())
+        dim = dim % tensor.ndim
+
+        def check() -> dict[str, int]:
+            if tensor.shape[dim] != self.num_tokens:
+                raise LongmeshError(
+                    f"unshard: dim {dim} has {tensor.shape[dim]} tokens and this rank {self.num_tokens} of the "
+                    f"sequence's {self.plan.seq_len}; give what this rank has of it"
+                )
+            return {f"dim {d}": n for d, n in enumerate(tensor.shape) if d != dim}
+
+        self._runner.together("unshard", check, (dim, tensor.dtype), tensor.device.type)
         return gather_tokens(self.chain, tensor, dim)
 
     # -- seeing ----------------------------------------------------------------------------------
@@ -167,7 +177,8 @@ class RecurrentParallel:
         """
         factor: float = k.shape[-1] ** -0.5 if scale is None else scale
         layer = "gated_delta_rule" if g.ndim == 3 else "gated_delta_rule by feature"
-        return self._run(GatedDeltaRule(), [q * factor, k, v, g, beta], v.dtype, initial_state, final, layer)
+        given = {"q": q * factor, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
+        return self._run(layer, GatedDeltaRule(), given, v.dtype, final)
 
     def linear_attention(
         self,
@@ -186,7 +197,8 @@ class RecurrentParallel:
         """
         decay = q.new_zeros(q.shape[:-1]) if decay is None else decay
         layer = "linear_attention" if decay.ndim == 3 else "linear_attention by feature"
-        return self._run(LinearAttention(), [q * scale, k, v, decay], v.dtype, initial_state, final, layer)
+        given = {"q": q * scale, "k": k, "v": v, "decay": decay, "initial_state": initial_state}
+        return self._run(layer, LinearAttention(), given, v.dtype, final)
 
     def ssd(
         self,
@@ -202,11 +214,8 @@ class RecurrentParallel:
     ) -> Result:
         """Mamba 2: x (batch, tokens, heads, P), dt (batch, tokens, heads) after softplus, A and D (heads,), B and C
         (batch, tokens, groups, N). A state is (batch, heads, N, P)."""
-        out = self._run(Ssd(), [x, dt, A, B, C], x.dtype, initial_state, final, "ssd")
-        if D is None:
-            return out
-        skip = x * D.unsqueeze(-1)
-        return (out[0] + skip, out[1]) if isinstance(out, tuple) else out + skip
+        given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "initial_state": initial_state}
+        return self._run("ssd", Ssd(), given, x.dtype, final)
 
     def selective_scan(
         self,
@@ -222,17 +231,15 @@ class RecurrentParallel:
     ) -> Result:
         """Mamba 1: x and dt (batch, channels, tokens), dt after softplus, A (channels, n), B and C (batch, n, tokens),
         D (channels,). A state is (batch, channels, n)."""
-        out = self._run(SelectiveScan(), [x, dt, A, B, C], x.dtype, initial_state, final, "selective_scan")
-        if D is None:
-            return out
-        skip = x * D.unsqueeze(-1)
-        return (out[0] + skip, out[1]) if isinstance(out, tuple) else out + skip
+        given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "initial_state": initial_state}
+        return self._run("selective_scan", SelectiveScan(), given, x.dtype, final)
 
     def diagonal_scan(
         self, x: Tensor, decay: Tensor, *, initial_state: Tensor | None = None, final: bool = False
     ) -> Result:
         """h_t = exp(decay) h + x of each channel by itself: (batch, tokens, channels), as an RG-LRU has it."""
-        return self._run(DiagonalScan(), [x, decay], x.dtype, initial_state, final)
+        given = {"x": x, "decay": decay, "initial_state": initial_state}
+        return self._run("diagonal_scan", DiagonalScan(), given, x.dtype, final)
 
     def wkv(self, k: Tensor, v: Tensor, decay: Tensor, first: Tensor) -> Tensor:
         """RWKV 4: the mean of v over earlier tokens, weighted by exp(k) and decaying, with the token itself weighted by
@@ -240,7 +247,7 @@ class RecurrentParallel:
 
         `decay`, a logarithm, and `first` have one number per channel.
         """
-        return self._eagerly(wkv)(self, k, v, decay, first)
+        return self._scaled("wkv", wkv, {"k": k, "v": v, "decay": decay, "first": first})
 
     def mlstm(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, eps: float = 1e-6) -> Tensor:
         """xLSTM's matrix memory: C_t = exp(f) C + exp(i) k v', n_t = exp(f) n + exp(i) k, and
@@ -249,11 +256,20 @@ class RecurrentParallel:
         q, k (batch, tokens, heads, K), v (.., V); i and f, logarithms, (batch, tokens, heads). q is divided by sqrt(K).
         `eps` is added to the denominator when both are divided by exp(m): m_t = max(m + f, i), from 0.
         """
-        return self._eagerly(mlstm)(self, q, k, v, i, f, eps)
+        return self._scaled("mlstm", mlstm, {"q": q, "k": k, "v": v, "i": i, "f": f}, eps)
+
+    def _scaled(
+        self, layer: str, run: Callable[..., Tensor], given: dict[str, Tensor], *others: float
+    ) -> Tensor:
+        def checked() -> Tensor:
+            self._runner.enter(layer, given, others)
+            return run(self, *given.values(), *others)
+
+        return self._eagerly(checked)()
 
     def running_max(self, x: Tensor, decay: Tensor) -> RunningMax:
         """m_t = max(m + decay, x) of each channel: (batch, tokens, channels), without gradients."""
-        self._runner.enter("running_max", [x], 1, ())
+        self._runner.enter("running_max", {"x": x, "decay": decay})
         chunks = self._runner.chunks(64, x.dtype, x.device)
         size = x.shape[0] * x.shape[2]
         self._runner.note("running maximum", size, size, x.element_size())
@@ -274,7 +290,7 @@ class RecurrentParallel:
         return self._eagerly(self._shift)(x)
 
     def _shift(self, x: Tensor) -> Tensor:
-        self._runner.enter("token_shift", [x], 1, ())
+        self._runner.enter("token_shift", {"x": x})
         return shift(self.chain, x.mT).mT
 
     def causal_conv1d(
@@ -299,11 +315,10 @@ class RecurrentParallel:
 
     def _run(
         self,
+        layer: str,
         kernel: Kernel,
-        inputs: list[Tensor],
+        given: Mapping[str, Tensor | None],
         dtype: torch.dtype,
-        initial: Tensor | None,
         final: bool,
-        layer: str | None = None,
     ) -> Result:
-        return self._eagerly(self._runner.run)(kernel, inputs, dtype, initial, final, layer=layer)
+        return self._eagerly(self._runner.run)(layer, kernel, given, dtype, final)

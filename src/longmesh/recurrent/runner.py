@@ -6,13 +6,13 @@ Collective: every rank of the chain calls the same methods in the same order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longmesh.comm.agree import agree
+from longmesh.comm.agree import agree, checks_every_call
 from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain
 from longmesh.recurrent.choose import DOCUMENTS, TOKENS, Choice, find_kernel
@@ -25,6 +25,7 @@ from longmesh.recurrent.kernel.packages import PLACES
 from longmesh.recurrent.kernel.span import Span, SpanKernel, span_of
 from longmesh.recurrent.plan import RecurrentPlan, Starts, plan_recurrent
 from longmesh.recurrent.scaled import state_dtype
+from longmesh.recurrent.signature import find_sizes
 from longmesh.recurrent.span_function import run_span
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -36,8 +37,7 @@ class LayerCall(NamedTuple):
     layer: str
     seq_len: int
     starts: Starts
-    sizes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
+    sizes: tuple[tuple[str, int], ...]
     others: tuple[object, ...]
 
 
@@ -47,7 +47,7 @@ class Runner:
     def __init__(self, chain: Chain, choice: Choice) -> None:
         self.chain, self.choice = chain, choice
         self.sizes: dict[str, tuple[int, int]] = {}
-        self._has_agreed = False
+        self._agreed: set[str] = set()
         self._spans: dict[tuple[int, torch.device], Span] = {}
 
     @property
@@ -55,18 +55,13 @@ class Runner:
         return self.chain.plan
 
     def run(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[Tensor],
-        dtype: torch.dtype,
-        initial: Tensor | None,
-        final: bool,
-        *,
-        layer: str | None = None,
+        self, layer: str, kernel: Kernel, given: Mapping[str, Tensor | None], dtype: torch.dtype, final: bool
     ) -> Result:
-        """A layer with a state. `layer`: the name that other packages' kernels for it go by, if there are any."""
-        self.enter(kernel.name, inputs, kernel.token_dim, (initial is not None, final))
-        theirs = None if layer is None else self._find(layer, kernel, inputs)
+        """A layer with a state. `given`: its inputs in order, then D and initial_state, by name."""
+        self.enter(layer, given, (final,))
+        initial = given["initial_state"]
+        inputs = [x for name, x in given.items() if name not in ("D", "initial_state") and x is not None]
+        theirs = self._find(layer, kernel, inputs) if layer in PLACES else None
         span = None if theirs is None else self._span(inputs[0])
         if theirs is not None and span is not None and span.num_tokens and theirs.can_run(span):
             out, last = run_span(theirs, self.chain, span, initial, inputs)
@@ -77,7 +72,8 @@ class Runner:
             out, last = run(kernel, self.chain, chunks, initial, [x.to(wide) for x in inputs])
         name = kernel.name if theirs is None else theirs.name
         self.note(name, last.numel(), kernel.transition_numel(inputs), last.element_size())
-        out = out.to(dtype)
+        D = given.get("D")
+        out = (out if D is None else out + inputs[0] * D.unsqueeze(-1)).to(dtype)
         return (out, share_last(self.chain, last)) if final else out
 
     def convolve(
@@ -89,8 +85,8 @@ class Runner:
         initial: Tensor | None,
         final: bool,
     ) -> Result:
-        given = (weight.shape[-1], bias is not None, initial is not None, final)
-        self.enter("causal_conv1d", [x], 2, given)
+        given = {"x": x, "weight": weight, "bias": bias, "initial_state": initial}
+        self.enter("causal_conv1d", given, (activation, final))
         inputs = [x, weight] if bias is None else [x, weight, bias]
         theirs = None
         if 2 <= weight.shape[-1] <= 4:
@@ -106,37 +102,45 @@ class Runner:
     def chunks(self, size: int, dtype: torch.dtype, device: torch.device) -> Chunks:
         return chunks_of(self.plan, self.chain.rank, size, dtype=dtype, device=device)
 
-    def enter(self, what: str, inputs: Sequence[Tensor], dim: int, others: tuple[object, ...]) -> None:
-        """Raise if the call is wrong; at the first one, on every rank if it is wrong or another on any. Collective."""
-        error = None
+    def enter(self, layer: str, given: Mapping[str, Tensor | None], others: tuple[object, ...] = ()) -> None:
+        """Check a call of a layer. Collective."""
+        passed = {name: x for name, x in given.items() if x is not None}
+        said = (tuple(passed), tuple(x.dtype for x in passed.values()), *others)
+        device = next(iter(passed.values())).device.type
+        self.together(layer, lambda: self._check(layer, passed), said, device)
+
+    def together(
+        self, what: str, check: Callable[[], dict[str, int]], others: tuple[object, ...], device: str
+    ) -> None:
+        """Raise if `check` does; at the first call of its kind, on every rank if it is wrong or another on any.
+
+        Collective. `check` gives the sizes of the call, of which only T may differ.
+        """
+        error, sizes = None, {}
         try:
-            self._check_tokens(what, inputs[0], dim)
+            sizes = check()
         except LongmeshError as found:
             error = found
         group = self.chain.group
-        if group is not None and group.size > 1 and not self._has_agreed:
-            self._has_agreed = True
-            sizes = tuple(tuple(n for d, n in enumerate(x.shape) if d != dim) for x in inputs[:1])
+        if group is not None and group.size > 1 and (what not in self._agreed or checks_every_call()):
+            self._agreed.add(what)
             machine = None if self.chain.cluster is None else self.chain.cluster.digest
-            said = (*others, machine)
-            call = LayerCall(what, self.plan.seq_len, self.plan.starts, sizes, inputs[0].dtype, said)
-            agree(what, call, error, group, inputs[0].device.type)
+            alike = tuple((letter, n) for letter, n in sizes.items() if letter != "T")
+            call = LayerCall(what, self.plan.seq_len, self.plan.starts, alike, (*others, machine))
+            agree(what, call, error, group, device)
         if error is not None:
             raise error
 
-    def _check_tokens(self, what: str, tensor: Tensor, dim: int) -> None:
+    def _check(self, layer: str, given: Mapping[str, Tensor]) -> dict[str, int]:
         start, stop = self.plan.span(self.chain.rank)
-        if tensor.shape[dim] != stop - start:
-            raise LongmeshError(
-                f"{what}: dim {dim} has {tensor.shape[dim]} tokens and this rank {stop - start} of the sequence's "
-                f"{self.plan.seq_len}; cut it with shard(tensor, dim={dim})"
-            )
+        sizes = find_sizes(layer, given, stop - start, self.plan.seq_len)
         rows = len(self.plan.starts)
-        if rows > 1 and tensor.shape[0] != rows:
+        if rows > 1 and sizes["B"] != rows:
             raise LongmeshError(
-                f"{what}: a batch of {tensor.shape[0]} rows and documents for {rows}; give documents for each row, or "
-                "one list for all"
+                f"{layer}: a batch of {sizes['B']} rows and documents for {rows}; give documents for each row, or one "
+                "list for all"
             )
+        return sizes
 
     def _find(self, layer: str, kernel: Kernel, inputs: Sequence[Tensor]) -> SpanKernel | None:
         compare = functools.partial(_compare_layers, self.choice, layer, kernel)
