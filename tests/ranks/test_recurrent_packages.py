@@ -127,3 +127,15 @@ def test_fp64_runs_by_ours():
     x = torch.ones(1, 4, 1, 2, dtype=torch.float64)
     rp.linear_attention(x, x, x)
     assert [stats.name for stats in rp.stats()] == ["chunked linear attention"]
+
+
+def test_a_mixture_of_types_is_checked_by_itself():
+    """mamba_ssm's scan wants one type for all inputs but A: what is right in fp32 says nothing of a mixture."""
+    rp = layers(None, 4, None, import_stand_in)
+    x, A, B = torch.ones(1, 2, 4), -torch.ones(2, 3), torch.ones(1, 3, 4)
+    out = rp.selective_scan(x, x, A, B, B)
+    with pytest.warns(
+        UserWarning, match="selective_scan_fn' is not used for torch.float32 on cpu: it raises"
+    ):
+        mixed = rp.selective_scan(x, x, A, B.bfloat16(), B)
+    torch.testing.assert_close(mixed, out)

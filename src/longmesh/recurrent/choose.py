@@ -77,12 +77,16 @@ def find_kernel(
             f"RecurrentParallel(kernel={choice.kernel!r}): its kernels run on {' and '.join(choice.packages.devices)}, "
             f"and the tensors are on {device.type}; give kernel='auto'"
         )
-    sizes = tuple(_tiny(layer, x.shape) for x in inputs)
-    key = ("" if group is None else group.name, choice, layer, dtype, device, sizes)
+    key = ("" if group is None else group.name, choice, *_case(layer, inputs))
     if key not in _verdicts.agreed:
         with no_torch_functions(), no_dispatch_modes():  # what watches the caller has nothing to see here
             _verdicts.agreed[key] = _settle(choice, layer, inputs, group, compare)
     return None if _verdicts.agreed[key] is not None else choice.packages.find(place)
+
+
+def _case(layer: str, inputs: Sequence[Tensor]) -> tuple[object, ...]:
+    """What a verdict is for: packages take some mixtures of element types and some sizes."""
+    return layer, inputs[0].device, tuple((_tiny(layer, x.shape), x.dtype) for x in inputs)
 
 
 def _settle(
@@ -90,7 +94,7 @@ def _settle(
 ) -> str | None:
     """Why the kernel must not be used here or on another rank; None: it is used."""
     place, dtype, device = PLACES[layer], inputs[0].dtype, inputs[0].device
-    key = (choice.packages, layer, dtype, device, tuple(_tiny(layer, x.shape) for x in inputs))
+    key = (choice.packages, *_case(layer, inputs))
     if key not in _verdicts.found:
         _verdicts.found[key] = _check(choice, layer, inputs, compare)
     why = _verdicts.found[key]
