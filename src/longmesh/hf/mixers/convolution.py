@@ -27,8 +27,10 @@ def causal_conv1d_fn(
         out = x * weight.sum(-1)[:, None]
         out = out if bias is None else out + bias[:, None]
     else:
-        out = layers.causal_conv1d(x, weight, bias)
+        fused = activation if activation in ("silu", "swish") else None
+        out = layers.causal_conv1d(x, weight, bias, fused)
         assert isinstance(out, Tensor), "no final state was asked for"
+        activation = None if fused else activation
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
 
 
