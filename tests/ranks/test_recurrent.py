@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from longmesh.comm import record_comm
 from longmesh.comm.agree import check_every_call
@@ -226,3 +227,18 @@ def test_a_second_derivative_of_the_shifted_tokens(pool):
     wanted = torch.tensor([6.0, 0.0, 18.0, 24.0, 0.0])  # 6 x, where the next token is of the same document
     for found in pool.run(second_derivative, 2, ranks=2):
         torch.testing.assert_close(found, wanted)
+
+
+def checkpointed(ranks: int) -> Tensor:
+    """A document begins on rank 1 only, so only there is something masked, and a mask kept for backward."""
+    rp = RecurrentParallel(cpu_mesh(ranks), seq_len=6, documents=[4, 2])
+    part = rp.shard(torch.arange(1.0, 7.0).view(1, 6, 1), 1).requires_grad_()
+    out = checkpoint(lambda x: rp.token_shift(rp.token_shift(x)), part, use_reentrant=False)
+    out.backward(torch.ones_like(out))
+    assert part.grad is not None
+    return rp.unshard(part.grad, 1).flatten()
+
+
+def test_all_ranks_compute_a_checkpointed_part_again(pool):
+    for found in pool.run(checkpointed, 2, ranks=2, timeout=60.0):
+        assert found.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]

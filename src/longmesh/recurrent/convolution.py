@@ -187,13 +187,18 @@ def _fetch(chain: Chain, x: Tensor, count: int) -> Tensor:
 
 
 class _Halo(torch.autograd.Function):
+    """Something is kept and looked at in backward on every rank: where the part around is checkpointed, that makes all
+    ranks compute it again, and before they exchange. A mask is kept only where a document begins."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, have: Sequence[Rows], need: Sequence[Rows], group: AxisGroup) -> Tensor:
         ctx.rows = (have, need, group)
+        ctx.save_for_backward(x.new_empty(0))
         return fetch_rows(x, x.ndim - 1, have, need, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        assert len(ctx.saved_tensors) == 1
         return _HaloBack.apply(gradients[0], *ctx.rows), None, None, None
 
 
@@ -203,8 +208,10 @@ class _HaloBack(torch.autograd.Function):
         ctx: Any, gradient: Tensor, have: Sequence[Rows], need: Sequence[Rows], group: AxisGroup
     ) -> Tensor:
         ctx.rows = (have, need, group)
+        ctx.save_for_backward(gradient.new_empty(0))
         return return_rows(gradient.contiguous(), gradient.ndim - 1, have, need, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        assert len(ctx.saved_tensors) == 1
         return _Halo.apply(gradients[0].contiguous(), *ctx.rows), None, None, None
