@@ -10,6 +10,7 @@ from torch.autograd.graph import save_on_cpu
 from longmesh import hf, tiled
 from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
+from support.tiny_models import checkpoint_layers
 
 SMALL = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -80,8 +81,7 @@ def offloaded(pin: bool) -> float:
     expected = model(**batch, use_cache=False).loss
     expected.backward()
     wanted = grads_of(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
+    checkpoint_layers(model)
     for layer in model.model.layers:
         layer.mlp = tiled(layer.mlp, tile=4)
     with hf.context_parallel(cpu_mesh(2), batch) as part, save_on_cpu(pin_memory=pin):

@@ -307,13 +307,13 @@ def test_what_would_be_wrong_is_refused_on_every_rank(pool, tmp_path, what, text
         assert re.search(text, said), said
 
 
-def test_the_version_of_transformers_whose_hooks_are_overridden():
+def test_the_versions_of_transformers_whose_hooks_are_overridden():
     """`longmesh.hf.private` uses what is not public: look at it again when this fails."""
     import inspect
 
     from longmesh.hf import private
 
-    assert transformers.__version__.startswith(f"{private.VERSION}.")
+    assert transformers.__version__.rpartition(".")[0] in private.VERSIONS
     assert all("eager" in classes for classes in private.attention_classes())
     assert all(hasattr(interface, "register") for interface in private.interfaces())
     window = private.read_mask_function(transformers.masking_utils.sliding_window_overlay(9))

@@ -10,6 +10,11 @@ from ranks.test_hf_trainer import CP, DP_CP, both, count_right, make_model, make
 from support.accelerated import accelerated
 from support.word_tokenizer import make_tokenizer
 
+CHECKPOINTS = next(  # the second, before transformers 5.23
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in transformers.TrainingArguments.__dataclass_fields__
+)
 BEST = {
     "eval_strategy": "steps",
     "eval_steps": 5,
@@ -25,7 +30,7 @@ BEST = {
         ("right", CP, {"train_sampling_strategy": "group_by_length"}, {}),
         ("right", CP, {"gradient_accumulation_steps": 5, "max_grad_norm": 0.1}, {}),
         ("plain", CP, BEST, {"compute_metrics": count_right}),
-        ("plain", CP, {"gradient_checkpointing": True}, {}),
+        ("plain", CP, {CHECKPOINTS: True}, {}),
         ("plain", CP, {"torch_empty_cache_steps": 2, "weight_decay": 0.1, "lr_scheduler_type": "cosine"}, {}),
         ("left", DP_CP, {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, {}),
         ("bounds", DP_CP, {"max_grad_norm": 0.05}, {"loss": "tiled"}),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longmesh import hf
 from support.model_sweep import Outcome, outcome_of
-from support.tiny_models import VOCABULARY, make_config
+from support.tiny_models import VOCABULARY, checkpoint_layers, make_config
 
 Draw = random.Random
 
@@ -268,7 +268,6 @@ def run_seed(seed: int, ranks: int) -> tuple[str, Outcome]:
             config.output_router_logits = False
         model, plain = (draw_model(config, name) for name in ("longmesh", "eager"))
         if random.Random(seed).random() < 0.3:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.train()
+            checkpoint_layers(model)
         shape = tuple(batch["labels"].shape)
         return f"{family}, {kind} {shape}", outcome_of(ranks, model, plain, batch, {})

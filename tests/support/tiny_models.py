@@ -209,6 +209,13 @@ def make_model(family: str, implementation: str, **settings: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
 
+def checkpoint_layers(model: Any, *, use_reentrant: bool = False) -> None:
+    """Let a model train with checkpoints, whose name is another since transformers 5.23."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
+    model.train()
+
+
 def families() -> list[str]:
     """Every causal-LM family of the installed transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

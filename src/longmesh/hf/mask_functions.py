@@ -10,17 +10,19 @@ becomes a mask in global positions. What is not known is refused.
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from longmesh.attention import masks
 from longmesh.attention.mask.band import Band
 from longmesh.errors import LongmeshError
 from longmesh.hf.open_batch import OpenBatch
-from longmesh.hf.private import read_mask_function
+from longmesh.hf.private import read_mask_function, remaps_packed
 from longmesh.hf.token_blocks import NOTHING, block_mask
+from longmesh.hf.visible import run_lengths
 
 
 def mask_of(function: Callable[..., Any], batch: OpenBatch | None) -> masks.Mask | None:
@@ -49,6 +51,8 @@ def mask_of(function: Callable[..., Any], batch: OpenBatch | None) -> masks.Mask
             return block_mask(captured["block_sequence_ids"], batch)
         case "packed_sequence_mask_function":
             return None  # found in this rank's positions; the scope found the documents in all of them
+        case "remap_positions_for_packed_sequence":
+            return mask_of(captured["mask_function"], batch)  # in a document, positions grow as indices do
     raise LongmeshError(
         f"the model adds a mask function of its own ({name}), which sees this rank's indices; over a cut sequence give "
         "the mask to hf.context_parallel(mesh, batch, mask=...)"
@@ -56,14 +60,14 @@ def mask_of(function: Callable[..., Any], batch: OpenBatch | None) -> masks.Mask
 
 
 def _chunks(size: int, batch: OpenBatch | None) -> masks.Mask:
-    """Chunks of a row begin at its first token that is not padding."""
-    if batch is None or not any(batch.left_padding):
+    """Chunks of a row begin at its first token that is not padding. Those of packed documents are of positions, where
+    transformers has them so: what this rank's function says is no answer, since its part may be of one document."""
+    by_position = batch is not None and batch.is_packed and not batch.has_mask and remaps_packed()
+    if batch is None or not (by_position or any(batch.left_padding)):
         return masks.chunked(size, within=masks.full())
-    length = batch.length
-    rows = [_lengths(length, padding, size) for padding in batch.left_padding]
+    counted = batch.in_order
+    if not by_position:
+        counted = torch.arange(batch.length) - torch.tensor(batch.left_padding)[:, None]
+    begins = (counted // size).diff(dim=1) != 0
+    rows = [run_lengths(row.tolist()) for row in begins]
     return masks.documents(rows[0] if len(rows) == 1 else rows, within=masks.full())
-
-
-def _lengths(length: int, padding: int, size: int) -> list[int]:
-    bounds = [0, *range(padding or size, length, size), length]
-    return [stop - start for start, stop in itertools.pairwise(bounds)]

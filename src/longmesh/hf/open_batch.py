@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 class OpenBatch:
     """A batch that is cut by `cut`; what it holds is whole, (rows, tokens), but `local_positions`.
 
-    `positions`: counted, if the batch gave none. `types`: of tokens, for masks that depend on them. `decoder`: the
-    modules that see this rank's tokens only, None if all of a model's do. `num_given`: tokens of a row, but for those
-    that were added so that every rank has some. `loss`: of a batch with labels.
+    `positions`: counted, if the batch gave none. `in_order`: those that tell documents. `has_mask`: an attention_mask
+    was given, if only of ones. `types`: of tokens, for masks that depend on them. `decoder`: the modules that see this
+    rank's tokens only, None if all of a model's do. `num_given`: tokens of a row, but for those that were added so that
+    every rank has some. `loss`: of a batch with labels.
     """
 
     def __init__(self, cut: CutSequence, given: WholeBatch, batch: Mapping[str, Any], num_given: int) -> None:
         self.cut, self.tokens, self.embeds = cut, given.ids, given.embeds
         self.padding, self.is_packed, self.features = given.padding, given.is_packed, given.features
+        self.in_order, self.has_mask = given.in_order, batch.get("attention_mask") is not None
         self.types = batch[given.types[0]] if given.types else None
         self.decoder: frozenset[nn.Module] | None = None
         self.num_given = num_given
@@ -41,6 +43,7 @@ class OpenBatch:
         self._blocks: dict[Callable[[Tensor], Tensor], masks.Mask] = {}
         self._recurrent: dict[tuple[bool, bool], RecurrentParallel] = {}
         self.has_positions = given.positions is not None
+        self._counted_by: tuple[Rule, int] | None = None
         self.positions = counted(given.ids, given.ids, -1) if given.positions is None else given.positions
         self.local_positions = self.cut.lead.shard(self.positions, -1)
 

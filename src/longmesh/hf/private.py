@@ -1,4 +1,4 @@
-"""What transformers does not promise to keep, each behind a name of ours. A test names the version it is known from.
+"""What transformers does not promise to keep, each behind a name of ours. A test names the versions it is known from.
 
 - where attention and masks are registered, and models that choose attention by the implementation's name
 - `_attn_implementation` of a configuration
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-VERSION = "5.22"
+VERSIONS = ("5.22", "5.23")
 _IMPLEMENTATION = "_attn_implementation"
 
 
@@ -86,6 +86,13 @@ def read_mask_function(function: Callable[..., Any]) -> tuple[str, dict[str, Any
     name = getattr(function, "__qualname__", repr(function)).partition(".")[0]
     captured = inspect.getclosurevars(function).nonlocals if hasattr(function, "__closure__") else {}
     return name, dict(captured)
+
+
+def remaps_packed() -> bool:
+    """Whether mask functions see positions rather than indices in rows of packed documents: since 5.23."""
+    from transformers import masking_utils
+
+    return hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
 def shifts_labels(model: nn.Module) -> bool:

@@ -37,7 +37,7 @@ def _documents(positions: Tensor, cu_seqlens: Tensor | Sequence[int] | None) -> 
     starts = positions.diff(dim=1) != 1
     if not bool(starts.any()):
         return None
-    lengths = [_runs(row.tolist()) for row in starts]
+    lengths = [run_lengths(row.tolist()) for row in starts]
     return masks.documents(lengths[0] if len(lengths) == 1 else lengths, within=masks.full())
 
 
@@ -45,7 +45,7 @@ def _without_padding(padding: Tensor) -> masks.Mask:
     """Padding at the ends of rows is documents of its own; between tokens, hidden key by key."""
     edges = padding.diff(dim=1)
     if bool((edges.sum(1) <= 2).all()) and not bool((edges.sum(1) == 2)[padding[:, 0]].any()):
-        lengths = [_runs(row.tolist()) for row in edges]
+        lengths = [run_lengths(row.tolist()) for row in edges]
         return masks.documents(lengths[0] if len(lengths) == 1 else lengths, within=masks.full())
     return masks.mask_mod(lambda b, h, q_idx, kv_idx: padding[b, kv_idx], rows=padding.shape[0])
 
@@ -77,10 +77,10 @@ def document_lengths(
                 "hf.context_parallel: attention_mask has padding between tokens, which a recurrent layer's state would "
                 "run through; put padding at the ends of rows"
             )
-    return [_runs(row.tolist()) for row in begins]
+    return [run_lengths(row.tolist()) for row in begins]
 
 
-def _runs(starts: list[bool]) -> list[int]:
+def run_lengths(starts: list[bool]) -> list[int]:
     """Lengths of the pieces of a row, from whether each token but the first begins one."""
     lengths = [1]
     for begins in starts:
