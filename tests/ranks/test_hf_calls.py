@@ -11,6 +11,7 @@ from longmesh import hf
 from longmesh.attention import masks
 from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
+from support.tiny_models import checkpoint_layers
 
 LENGTH = 13
 SMALL = {
@@ -35,6 +36,10 @@ def make(kind: str, implementation: str = "longmesh", **settings: Any) -> Any:
             **SMALL, num_key_value_heads=1, num_local_experts=2, output_router_logits=True
         ),
         "bert": lambda: t.BertConfig(**SMALL, is_decoder=kind == "bert"),
+        "electra": lambda: t.ElectraConfig(**SMALL, embedding_size=16),
+        "roberta": lambda: t.RobertaConfig(**SMALL, is_decoder=True),
+        "mamba": lambda: t.MambaConfig(vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=1),
+        "doge": lambda: t.DogeConfig(**SMALL, num_key_value_heads=1),
         "modernbert": lambda: t.ModernBertConfig(
             **SMALL, local_attention=4, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
         ),
@@ -48,6 +53,7 @@ def make(kind: str, implementation: str = "longmesh", **settings: Any) -> Any:
         "token": t.AutoModelForTokenClassification,
         "answer": t.AutoModelForQuestionAnswering,
         "seq2seq": t.AutoModelForSeq2SeqLM,
+        "replaced": t.AutoModelForPreTraining,
     }[head]
     torch.manual_seed(0)
     model = made.from_config(config, attn_implementation=implementation)
@@ -77,6 +83,34 @@ def changed(model: Any) -> Any:
 def too_short(model: Any) -> Any:
     with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS[:, :1]}, mask=masks.causal()) as part:
         return model(**part)
+
+
+def nested(model: Any) -> Any:
+    with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS}):
+        return call(model)
+
+
+def together(*models: Any) -> Any:
+    with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS}) as part:
+        return [model(**part) for model in models]
+
+
+def reentrant(model: Any) -> Any:
+    """Every layer in a reentrant checkpoint."""
+    checkpoint_layers(model, use_reentrant=True)
+    with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS}, model=model, unknown="gather") as part:
+        return model(**part, use_cache=False)
+
+
+class TripledLinear(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(input)
+
+
+def tiled_by_own_head(model: Any) -> Any:
+    model.lm_head = TripledLinear(16, 61, bias=False)
+    with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS, "labels": IDS}) as part:
+        return hf.tiled_loss(model, part)
 
 
 def generate(model: Any) -> Any:
@@ -137,6 +171,32 @@ def refused_calls() -> dict[str, tuple[Callable[[], Any], str]]:
             lambda: call(make("llama answer"), start_positions=of_rows),
             "is called with start_positions of (2,)",
         ),
+        "labels beside the scope": (
+            lambda: call(make("llama"), labels=torch.ones(2, 7, dtype=torch.long)),
+            "is called with labels that the scope was not given; give them in the batch",
+        ),
+        "another loss": (
+            lambda: call(make("electra replaced"), {"input_ids": IDS, "labels": IDS % 2}),
+            "ElectraForPreTraining computes another loss than a cross entropy; leave labels out",
+        ),
+        "labels that do not count": (
+            lambda: call(make("llama"), {"input_ids": IDS, "labels": IDS}, ignore_index=0),
+            "an ignore_index of its own inside hf.context_parallel, where labels of -100 are those that",
+        ),
+        "scope in a scope": (lambda: nested(make("llama")), "leave the first scope before the next"),
+        "two ways of counting": (
+            lambda: together(make("llama"), make("roberta")),
+            "two models in one scope count positions in different ways; give position_ids",
+        ),
+        "reentrant, recurrent": (
+            lambda: reentrant(make("mamba")),
+            "in a reentrant checkpoint inside a scope",
+        ),
+        "reentrant, gathered": (lambda: reentrant(make("doge")), "in a reentrant checkpoint inside a scope"),
+        "head of its own": (
+            lambda: tiled_by_own_head(make("llama")),
+            "does more than its head to make logits",
+        ),
         "such a batch": (
             lambda: call(make("llama"), {"input_ids": IDS, "start_positions": of_rows}),
             "the batch has start_positions of (2,), and it is not known what of it would be",
@@ -182,15 +242,20 @@ def distances() -> dict[str, float]:
 
     hf.register()
     labels = {"token": IDS % 2}
+    packed = {"input_ids": IDS[:, :3], "position_ids": torch.tensor([[0, 1, 0], [0, 0, 1]])}
+    batches = {"llama few": {**packed, "labels": IDS[:, :3].masked_fill(packed["position_ids"] == 0, -100)}}
     calls: dict[str, dict[str, Any]] = {
         "llama": {"use_cache": True},
         "llama states": {"output_hidden_states": True},
+        "llama few": {"use_cache": False},
     }
     found = {}
-    for kind in ("bert masked", "modernbert masked", "llama token", "llama", "llama states", "llama dora"):
-        ours, plain = (
-            make(kind.removesuffix(" states").removesuffix(" dora"), i) for i in ("longmesh", "eager")
-        )
+    for kind in (
+        *("bert masked", "modernbert masked", "llama token", "llama", "llama states", "llama dora"),
+        *("llama few", "roberta twice"),
+    ):
+        made = kind.partition(" ")[0] if kind.endswith(("states", "dora", "few", "twice")) else kind
+        ours, plain = (make(made, implementation) for implementation in ("longmesh", "eager"))
         if kind.endswith("dora"):
             config = peft.LoraConfig(
                 task_type="CAUSAL_LM", r=2, use_dora=True, target_modules=["v_proj", "embed_tokens"]
@@ -199,11 +264,12 @@ def distances() -> dict[str, float]:
             ours = peft.get_peft_model(ours, config)
             torch.manual_seed(0)
             plain = peft.get_peft_model(plain, config)
-        batch = {"input_ids": IDS, "labels": labels.get(kind.partition(" ")[2], IDS)}
-        expected = plain(**batch).loss
+        batch = batches.get(kind, {"input_ids": IDS, "labels": labels.get(kind.partition(" ")[2], IDS)})
+        times = 2 if kind.endswith("twice") else 1  # the second leaves what the first keeps for backward
+        expected = times * plain(**batch, **calls.get(kind, {})).loss
         expected.backward()
         with hf.context_parallel(cpu_mesh(2), batch) as part:
-            loss = ours(**part, **calls.get(kind, {})).loss
+            loss = torch.stack([ours(**part, **calls.get(kind, {})).loss for _ in range(times)]).sum()
             loss.backward()
         total = loss.detach().clone()
         dist.all_reduce(total)

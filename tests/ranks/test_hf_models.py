@@ -1,5 +1,7 @@
 """A choice of families of transformers, one for each way in which they differ, against one process."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -98,6 +100,32 @@ def test_what_depends_on_the_whole_sequence_is_taken_from_it(pool, family, setti
     for loss, gradients in pool.run(with_settings, 2, family, settings, ranks=2, timeout=300.0):
         assert loss < 1e-5
         assert gradients < 1e-3
+
+
+def drawn_alike() -> bool:
+    """Whether a gathered layer's dropout is the same on all ranks, whose generators differ."""
+    hf.register()
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    model = make_model("doge", "longmesh", attention_dropout=0.5).train()
+    seen: list[torch.Tensor] = []
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].detach())
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the memory
+        with hf.context_parallel(cpu_mesh(2), make_batch("plain"), unknown="gather") as part:
+            torch.manual_seed(rank)
+            model(**part, use_cache=False)
+    mine = seen[-1]
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(theirs, mine)
+    assert mine.shape[1] == 37
+    return bool(torch.equal(*theirs))
+
+
+def test_gathered_layers_drop_out_alike(pool):
+    assert pool.run(drawn_alike, ranks=2) == [True, True]
 
 
 @pytest.mark.parametrize(("what", "text"), [("right", "padding it would see that"), ("packed", "mix them")])

@@ -265,6 +265,8 @@ def refused(what: str, folder: str) -> str:
         extra["average_tokens_across_devices"] = False
     if what == "sampling":
         extra["train_sampling_strategy"] = "batch_rebalance"
+    if what == "noise":
+        extra["neftune_noise_alpha"] = 5.0
     if what == "objects":
         extra["eval_use_gather_object"] = True
     if what == "axes":
@@ -289,6 +291,10 @@ def refused(what: str, folder: str) -> str:
     [
         ("tokens", "average_tokens_across_devices=False: .* leave it at True"),
         ("sampling", "batch_rebalance': it deals rows to single ranks"),
+        (
+            "noise",
+            "neftune_noise_alpha=5.0: NEFTune scales its noise by the number of tokens that a rank sees",
+        ),
         ("objects", "eval_use_gather_object=True: gather tensors instead"),
         ("axes", r"mesh= has the axes \('tp',\); name them 'dp' .* and 'cp'"),
         ("loss", r"loss='mean'\): use 'tiled', 'model' or None"),

@@ -103,6 +103,20 @@ def _refuse_inputs(model: nn.Module, given: dict[str, Any], batch: OpenBatch) ->
         )
 
 
+def refuse_loss(model: nn.Module, kwargs: dict[str, Any], output: Any, batch: OpenBatch) -> None:
+    """Raise for a loss that the scope has not seen: a mean over this rank's tokens is no share of that over all."""
+    has_loss = isinstance(getattr(output, "loss", None), Tensor) or kwargs.get("labels") is not None
+    if not has_loss or (batch.loss is not None and batch.loss.was_called):
+        return
+    if batch.loss is None:
+        why = "is called with labels that the scope was not given; give them in the batch, whole and not shifted"
+    else:
+        why = "computes another loss than a cross entropy; leave labels out and compute the loss from its outputs"
+    raise LongmeshError(
+        f"hf.context_parallel: {type(model).__name__} {why}: a mean over this rank's tokens would be wrong"
+    )
+
+
 _KNOWN = (*CUT, "shift_labels", "num_items_in_batch")
 
 

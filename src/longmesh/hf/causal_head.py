@@ -82,7 +82,7 @@ def _check(model: Any, head: nn.Linear, hidden: Tensor | None, logits: Tensor, s
     is_known = hidden is not None
     if hidden is not None:
         with torch.no_grad():
-            ours = head(hidden[:, -1:])
+            ours = torch.nn.functional.linear(hidden[:, -1:], head.weight, head.bias)
             ours = ours if softcap is None else softcap * torch.tanh(ours / softcap)
         is_known = ours.shape == logits.shape and torch.allclose(
             ours.float(), logits.float(), rtol=1e-2, atol=1e-3

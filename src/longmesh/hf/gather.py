@@ -9,8 +9,9 @@ which users add up over ranks, count once.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from longmesh._torch import tree_leaves
 from longmesh.attention import masks
 from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.scope.cut_mask import CutMask
+from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.errors import LongmeshError
 from longmesh.hf.open_batch import OpenBatch, as_whole, current_look, is_whole
 from longmesh.hf.private import with_implementation
@@ -90,6 +92,7 @@ def _whole(
     kwargs: dict[str, Any],
     batch: OpenBatch,
 ) -> Any:
+    refuse_reentrant_checkpoint()
     engine, tokens = batch.cut.lead, batch.cut.num_tokens
     has_mask = any(isinstance(value, CutMask) for value in (*args, *kwargs.values()))
     if not has_mask and (batch.is_packed or batch.padding is not None):
@@ -116,7 +119,7 @@ def _whole(
     given, named = gather(args), gather(kwargs)
     # As in one process: what a layer makes of masks, sinks or biases by itself, it does for eager attention.
     try:
-        with as_whole(), with_implementation(module, "eager"):
+        with as_whole(), with_implementation(module, "eager"), _drawing_alike(module, batch):
             out = forward(*given, **named)
     except torch.OutOfMemoryError:
         raise
@@ -127,6 +130,20 @@ def _whole(
             f"this batch ({error}){advice}"
         ) from error
     return take(out)
+
+
+@contextlib.contextmanager
+def _drawing_alike(module: nn.Module, batch: OpenBatch) -> Iterator[None]:
+    """Dropout in a layer that every rank computes whole: each differentiates what all have computed. Collective."""
+    if not module.training:
+        yield
+        return
+    device = batch.tokens.device
+    seed = batch.cut.common_seed()
+    is_cpu = device.type == "cpu"
+    with torch.random.fork_rng([] if is_cpu else [device], device_type="cuda" if is_cpu else device.type):
+        torch.manual_seed(seed)
+        yield
 
 
 def _check_shapes(module: nn.Module, tokens: int, given: Any) -> None:

@@ -21,6 +21,7 @@ class SharedLoss:
     """F.cross_entropy on the labels of an open scope, of which `labels` and `following` are this rank's part.
 
     `labels` and `padding` (1 for tokens, 0 for padding, or None) are those of the whole batch, the same on all ranks.
+    `was_called`: since it was last set to False.
     """
 
     def __init__(self, engine: ContextParallel, labels: Tensor, padding: Tensor | None = None) -> None:
@@ -30,13 +31,14 @@ class SharedLoss:
         self.labels, self.following = engine.shard(labels, 1), engine.shard(following, 1)
         self._num_following = (following != IGNORED).sum()
         self._num_labels = (labels != IGNORED).sum()
-        self._num_items = self._num_following.clone()
+        self._num_items, self._counts_all = self._num_following.clone(), False
+        self.was_called = False
 
     def divide_by(self, following: Tensor, labels: Tensor) -> None:
         """Other numbers of labels to divide by, those of more than this batch: `following` for a model that shifts
         labels, `labels` for one that does not."""
         self._num_following, self._num_labels = following, labels
-        self._num_items = following.clone()
+        self._num_items, self._counts_all = following.clone(), False
 
     def part(self) -> dict[str, Tensor]:
         """What to call a model with."""
@@ -59,43 +61,53 @@ class SharedLoss:
     ) -> Tensor:
         kwargs: dict[str, Any] = {
             "weight": weight,
-            "ignore_index": ignore_index,
+            "size_average": size_average,
+            "reduce": reduce,
             "label_smoothing": label_smoothing,
         }
-        if reduction != "mean" or size_average is not None or reduce is not None:
-            is_unshifted = _is(target, self.labels)
-            # What a model divides by after this call: one that does not shift labels has other ones to count.
-            self._num_items.copy_(self._num_labels if is_unshifted else self._num_following)
-            if not is_unshifted and not _is(target, self.following) and _is_shifted_here(target, self.labels):
-                target = self.following.reshape(target.shape)
-            return torch.nn.functional.cross_entropy(input, target, reduction=reduction, **kwargs)
-        target, count = self._known(target)
-        if weight is not None or ignore_index != IGNORED:
+        is_mean = reduction == "mean" and size_average is None and reduce is None
+        known = self._known(target)
+        self.was_called = True
+        if known is None and is_mean:
             raise LongmeshError(
-                "a mean cross entropy with class weights or an ignore_index of its own inside hf.context_parallel: "
-                "compute the loss from the logits, with longmesh.attention.cut_cross_entropy"
+                f"a mean cross entropy on {target.numel()} targets inside hf.context_parallel, which are not this "
+                f"rank's {self.labels.numel()} labels: a mean over this rank's part would be wrong; compute the loss "
+                "from the logits, with longmesh.attention.cut_cross_entropy"
             )
-        total = torch.nn.functional.cross_entropy(input, target, reduction="sum", **kwargs)
-        return total / count.to(total.device)
+        if known is None:
+            kwargs["ignore_index"] = ignore_index
+            return torch.nn.functional.cross_entropy(input, target, reduction=reduction, **kwargs)
+        if ignore_index != IGNORED or (is_mean and weight is not None):
+            raise LongmeshError(
+                "a cross entropy with class weights or an ignore_index of its own inside hf.context_parallel, where "
+                f"labels of {IGNORED} are those that don't count: compute the loss from the logits, with "
+                "longmesh.attention.cut_cross_entropy"
+            )
+        target, counts_all = known
+        count = self._num_labels if counts_all else self._num_following
+        if is_mean:
+            total = torch.nn.functional.cross_entropy(input, target, reduction="sum", **kwargs)
+            return total / count.to(total.device)
+        if counts_all != self._counts_all:
+            # What a model divides by after this call: one that does not shift labels has other ones to count.
+            self._num_items.copy_(count)
+            self._counts_all = counts_all
+        return torch.nn.functional.cross_entropy(input, target, reduction=reduction, **kwargs)
 
-    def _known(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets as they are on the whole sequence, and how many of them count."""
+    def _known(self, target: Tensor) -> tuple[Tensor, bool] | None:
+        """The targets as they are on the whole sequence, and whether a row's first counts; None if these are others."""
         if _is(target, self.following):
-            return target, self._num_following
+            return target, False
         if _is(target, self.labels):
             if self._labels_padding:
                 raise LongmeshError(
                     "hf.context_parallel: padding has labels, and this model does not shift labels, so it predicts "
                     "them from padding; set the labels of padding to -100"
                 )
-            return target, self._num_labels
+            return target, True
         if _is_shifted_here(target, self.labels):
-            return self.following.reshape(target.shape), self._num_following
-        raise LongmeshError(
-            f"a mean cross entropy on {target.numel()} targets inside hf.context_parallel, which are not this rank's "
-            f"{self.labels.numel()} labels: a mean over this rank's part would be wrong; compute the loss from the "
-            "logits, with longmesh.attention.cut_cross_entropy"
-        )
+            return self.following.reshape(target.shape), False
+        return None
 
 
 def _check_predicted_by_tokens(following: Tensor, padding: Tensor | None) -> None:

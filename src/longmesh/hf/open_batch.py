@@ -15,7 +15,7 @@ from longmesh.attention import masks
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.errors import LongmeshError
 from longmesh.hf.loss import SharedLoss
-from longmesh.hf.positions import Rule, counted
+from longmesh.hf.positions import Rule, counted, from_padding_index
 from longmesh.recurrent import RecurrentParallel
 
 if TYPE_CHECKING:
@@ -116,11 +116,19 @@ class OpenBatch:
 
     def count_positions(self, rule: Rule, pad: int) -> None:
         """Fill in the positions that the model would count, where the batch gave none."""
-        if not self.has_positions:
-            mask = torch.ones_like(self.tokens) if self.padding is None else self.padding
-            self.positions = rule(self.tokens, mask, pad)
-            # In place: the part of the batch that the scope yielded holds this tensor.
-            self.local_positions.copy_(self.cut.lead.shard(self.positions, -1))
+        wanted = rule, pad if rule is from_padding_index else -1
+        if self.has_positions or wanted == self._counted_by:
+            return
+        if self._counted_by is not None:
+            raise LongmeshError(
+                "hf.context_parallel: two models in one scope count positions in different ways; give position_ids in "
+                "the batch, or open a scope for each model"
+            )
+        self._counted_by = wanted
+        mask = torch.ones_like(self.tokens) if self.padding is None else self.padding
+        self.positions = rule(self.tokens, mask, pad)
+        # In place: the part of the batch that the scope yielded holds this tensor.
+        self.local_positions.copy_(self.cut.lead.shard(self.positions, -1))
 
 
 @dataclass(frozen=True)
@@ -147,11 +155,8 @@ def current_look() -> Look | None:
     return _look.get()
 
 
-def set_batch(batch: OpenBatch | None) -> OpenBatch | None:
-    """The batch that was open before."""
-    before = _batch.get()
+def set_batch(batch: OpenBatch | None) -> None:
     _batch.set(batch)
-    return before
 
 
 def set_look(look: Look | None) -> None:

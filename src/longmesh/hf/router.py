@@ -56,7 +56,12 @@ def _sums(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> tuple[
 
 def _share(logits: tuple[Tensor, ...], top_k: int, batch: OpenBatch) -> Tensor:
     cut = batch.cut
-    mask = None if batch.padding is None else cut.lead.shard(batch.padding, 1)
+    padding = batch.padding
+    if padding is None and batch.num_given < batch.length:  # a document of its own, beside packed ones
+        padding = (torch.arange(batch.length, device=batch.tokens.device) < batch.num_given).expand(
+            batch.rows, -1
+        )
+    mask = None if padding is None else cut.lead.shard(padding, 1)
     chosen, probable, rows = _sums(logits, top_k, mask)
     counts = torch.cat([chosen.detach(), rows.detach()[None]])
     if cut.mesh is not None:

@@ -21,7 +21,7 @@ from longmesh.errors import LongmeshError
 from longmesh.hf.interface import attend_directly, attend_in_module
 from longmesh.hf.loss import SharedLoss
 from longmesh.hf.mixers.bind import is_mixer
-from longmesh.hf.open_batch import OpenBatch, set_batch
+from longmesh.hf.open_batch import OpenBatch, current_batch, set_batch
 from longmesh.hf.scores import HANDLERS
 from longmesh.hf.watch import watch_models
 from longmesh.hf.whole_batch import WholeBatch
@@ -100,6 +100,11 @@ def context_parallel(
     """
     if unknown not in ("refuse", "gather"):
         raise LongmeshError(f"hf.context_parallel(unknown={unknown!r}): give 'refuse' or 'gather'")
+    if current_batch() is not None:
+        raise LongmeshError(
+            "hf.context_parallel inside another: a model would see the batch of one and the positions of the other; "
+            "leave the first scope before the next, or give one batch with the rows of both"
+        )
     layout = _layout_for(layout, model)
     length = WholeBatch.of(batch, cu_seqlens).ids.shape[1]
     batch, given, cut = _cut(
@@ -116,12 +121,13 @@ def context_parallel(
         whole.loss = SharedLoss(cut.lead, batch["labels"], given.padding)
         part |= whole.loss.part()
         handlers[torch.nn.functional.cross_entropy] = whole.loss
-    mode, before = open_scope(cut, handlers), set_batch(whole)
+    mode = open_scope(cut, handlers)
+    set_batch(whole)
     try:
         with watch_models(whole, unknown == "gather"):
             yield part
     finally:
-        set_batch(before)
+        set_batch(None)
         close_scope(mode)
 
 

@@ -125,6 +125,11 @@ class Trainer(TrainerHooks, transformers.Trainer):
             raise LongmeshError(
                 "hf.Trainer with train_sampling_strategy='batch_rebalance': it deals rows to single ranks; use another"
             )
+        if args.neftune_noise_alpha is not None:
+            raise LongmeshError(
+                f"hf.Trainer with neftune_noise_alpha={args.neftune_noise_alpha}: NEFTune scales its noise by the "
+                "number of tokens that a rank sees, so it would be too large; leave it unset"
+            )
         if args.eval_use_gather_object:
             raise LongmeshError("hf.Trainer with eval_use_gather_object=True: gather tensors instead")
 

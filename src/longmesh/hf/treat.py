@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.hf import alibi, positions, rope, scores
 from longmesh.hf.called import check_inputs
 from longmesh.hf.fused import cut_at_decoder
@@ -55,6 +56,7 @@ def treat(model: nn.Module, treatment: Treatment, batch: OpenBatch) -> ExitStack
     for module in model.modules():
         if is_mixer(module):
             undo.callback(bind_mixer(module))
+            undo.callback(module.register_forward_pre_hook(_refuse_reentrant).remove)
         if positions.counts_by_itself(module):
             for handle in positions.give_positions(module, local_positions):
                 undo.callback(handle.remove)
@@ -71,6 +73,10 @@ def treat(model: nn.Module, treatment: Treatment, batch: OpenBatch) -> ExitStack
     for name, module in treatment.of_class(model, treatment.gathered):
         undo.callback(run_gathered(module, name, batch))
     return undo
+
+
+def _refuse_reentrant(*args: Any) -> None:
+    refuse_reentrant_checkpoint()
 
 
 def _switch(on: bool) -> Callable[..., None]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from longmesh._torch import compiled_module, watch_modules
-from longmesh.hf.called import refuse_compiled, refuse_options
+from longmesh.hf.called import refuse_compiled, refuse_loss, refuse_options
 from longmesh.hf.gather import warn_of_memory
 from longmesh.hf.look import look_at
 from longmesh.hf.open_batch import OpenBatch, current_look, set_fusing
@@ -58,6 +58,8 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
                 prepared[module] = None
                 undo.push(treat(module, treatment, batch))
             set_fusing(bool(batch.features))
+            if batch.loss is not None:
+                batch.loss.was_called = False
 
     def after(module: nn.Module, args: Any, *rest: Any) -> Any:
         if not is_ours(module):
@@ -70,6 +72,7 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
             set_fusing(False)
             if output is not None:
                 refuse_options(module, kwargs, batch)
+                refuse_loss(module, kwargs, output, batch)
         return share_router_loss(module, output, batch)
 
     with contextlib.ExitStack() as undo:

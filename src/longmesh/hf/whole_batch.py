@@ -85,10 +85,14 @@ class WholeBatch:
         )
 
     def padded(self, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
-        """The batch with padding on the right, up to `length` tokens."""
+        """The batch with padding on the right, up to `length` tokens. Beside packed documents it is one more: with a
+        mask of padding, positions that start again tell no documents."""
         missing = length - self.ids.shape[1]
-        mask = torch.ones_like(self.ids) if self.padding is None else self.padding
-        found = {**batch, "attention_mask": torch.nn.functional.pad(mask, (0, missing))}
+        is_document = self.is_packed and batch.get("attention_mask") is None
+        found = dict(batch)
+        if not is_document:
+            mask = torch.ones_like(self.ids) if self.padding is None else self.padding
+            found["attention_mask"] = torch.nn.functional.pad(mask, (0, missing))
         for name in ("input_ids", "labels", *self.types):
             if isinstance(batch.get(name), Tensor):
                 value = -100 if name == "labels" else 0
@@ -96,8 +100,10 @@ class WholeBatch:
         if self.embeds is not None:
             found["inputs_embeds"] = torch.nn.functional.pad(self.embeds, (0, 0, 0, missing))
         if self.positions is not None:
-            later = torch.arange(1, missing + 1, device=self.ids.device)
-            found["position_ids"] = torch.cat([self.positions, self.positions[..., -1:] + later], -1)
+            last = -1 if is_document else self.positions[..., -1:]
+            later = last + torch.arange(1, missing + 1, device=self.ids.device)
+            later = later.expand(*self.positions.shape[:-1], -1)
+            found["position_ids"] = torch.cat([self.positions, later], -1)
         return found
 
     def visible(self, batch: Mapping[str, Any], mask: masks.Mask | None) -> masks.Mask | None:

@@ -115,7 +115,7 @@ def blocks(types: torch.Tensor | None) -> Any:
         ),
         (
             lambda: loss.SharedLoss(WHOLE, LABELS)(torch.zeros(3, 9), LABELS.view(-1), torch.ones(9)),
-            "a mean cross entropy with class weights or an ignore_index of its own",
+            "a cross entropy with class weights or an ignore_index of its own",
         ),
         (
             lambda: loss.SharedLoss(WHOLE, LABELS)(torch.zeros(2, 9), torch.tensor([1, 2])),

@@ -11,7 +11,7 @@ from longmesh.errors import LongmeshError
 
 
 def refuse_reentrant_checkpoint() -> None:
-    """Raise if a reentrant checkpoint is what runs attention."""
+    """Raise if a reentrant checkpoint is what runs attention or another layer that mixes tokens."""
     if torch.is_grad_enabled():
         return
     code = CheckpointFunction.forward.__code__
@@ -19,7 +19,8 @@ def refuse_reentrant_checkpoint() -> None:
     while frame is not None:
         if frame.f_code is code:
             raise LongmeshError(
-                "attention in a reentrant checkpoint inside a scope of context parallelism: its recomputation might "
-                "run after the scope, on this rank's tokens only; use checkpoint(..., use_reentrant=False)"
+                "a layer that mixes tokens, in a reentrant checkpoint inside a scope of context parallelism: its "
+                "recomputation might run after the scope, on this rank's tokens only; use checkpoint(..., "
+                "use_reentrant=False)"
             )
         frame = frame.f_back
