@@ -21,7 +21,7 @@ class SharedLoss:
     """F.cross_entropy on the labels of an open scope, of which `labels` and `following` are this rank's part.
 
     `labels` and `padding` (1 for tokens, 0 for padding, or None) are those of the whole batch, the same on all ranks.
-    `was_called`: since it was last set to False.
+    `in_model`: a model runs, whose targets must be known. `was_called`: since one began to run.
     """
 
     def __init__(self, engine: ContextParallel, labels: Tensor, padding: Tensor | None = None) -> None:
@@ -32,7 +32,7 @@ class SharedLoss:
         self._num_following = (following != IGNORED).sum()
         self._num_labels = (labels != IGNORED).sum()
         self._num_items, self._counts_all = self._num_following.clone(), False
-        self.was_called = False
+        self.in_model = self.was_called = False
 
     def divide_by(self, following: Tensor, labels: Tensor) -> None:
         """Other numbers of labels to divide by, those of more than this batch: `following` for a model that shifts
@@ -68,11 +68,11 @@ class SharedLoss:
         is_mean = reduction == "mean" and size_average is None and reduce is None
         known = self._known(target)
         self.was_called = True
-        if known is None and is_mean:
+        if known is None and (is_mean or self.in_model):
             raise LongmeshError(
-                f"a mean cross entropy on {target.numel()} targets inside hf.context_parallel, which are not this "
-                f"rank's {self.labels.numel()} labels: a mean over this rank's part would be wrong; compute the loss "
-                "from the logits, with longmesh.attention.cut_cross_entropy"
+                f"a cross entropy on {target.numel()} targets inside hf.context_parallel, which are not this rank's "
+                f"{self.labels.numel()} labels: made from this rank's part, it would be wrong; compute the loss from "
+                "the logits, with longmesh.attention.cut_cross_entropy"
             )
         if known is None:
             kwargs["ignore_index"] = ignore_index

@@ -59,7 +59,7 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
                 undo.push(treat(module, treatment, batch))
             set_fusing(bool(batch.features))
             if batch.loss is not None:
-                batch.loss.was_called = False
+                batch.loss.in_model, batch.loss.was_called = True, False
 
     def after(module: nn.Module, args: Any, *rest: Any) -> Any:
         if not is_ours(module):
@@ -70,6 +70,8 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
         outermost.pop()
         if not outermost:
             set_fusing(False)
+            if batch.loss is not None:
+                batch.loss.in_model = False
             if output is not None:
                 refuse_options(module, kwargs, batch)
                 refuse_loss(module, kwargs, output, batch)

@@ -51,7 +51,14 @@ def gathered(forward: Any) -> Any:
     """A layer without a mask on a plain batch of one rank."""
     cut = SimpleNamespace(lead=WHOLE, num_tokens=5)
     batch: Any = SimpleNamespace(cut=cut, is_packed=False, padding=None, rows=1)
-    return gather._whole(nn.Linear(2, 2), forward, (), {}, batch)
+    return gather._whole(nn.Linear(2, 2).eval(), forward, (), {}, batch)
+
+
+def in_model() -> Any:
+    """The loss of a model that is running."""
+    found = loss.SharedLoss(WHOLE, LABELS)
+    found.in_model = True
+    return found
 
 
 def blocks(types: torch.Tensor | None) -> Any:
@@ -119,7 +126,11 @@ def blocks(types: torch.Tensor | None) -> Any:
         ),
         (
             lambda: loss.SharedLoss(WHOLE, LABELS)(torch.zeros(2, 9), torch.tensor([1, 2])),
-            "a mean cross entropy on 2 targets inside hf.context_parallel, which are not this rank's 3 labels",
+            "a cross entropy on 2 targets inside hf.context_parallel, which are not this rank's 3 labels",
+        ),
+        (
+            lambda: in_model()(torch.zeros(2, 9), torch.tensor([1, 2]), reduction="sum"),
+            "a cross entropy on 2 targets inside hf.context_parallel, which are not this rank's 3 labels",
         ),
     ],
 )
