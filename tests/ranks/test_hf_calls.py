@@ -85,6 +85,11 @@ def too_short(model: Any) -> Any:
         return model(**part)
 
 
+def labelled_beside(model: Any) -> Any:
+    with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS}) as part:
+        return model(**part, labels=part["input_ids"])
+
+
 def nested(model: Any) -> Any:
     with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS}):
         return call(model)
@@ -172,7 +177,7 @@ def refused_calls() -> dict[str, tuple[Callable[[], Any], str]]:
             "is called with start_positions of (2,)",
         ),
         "labels beside the scope": (
-            lambda: call(make("llama"), labels=torch.ones(2, 7, dtype=torch.long)),
+            lambda: labelled_beside(make("llama")),
             "is called with labels that the scope was not given; give them in the batch",
         ),
         "another loss": (
