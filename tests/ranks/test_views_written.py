@@ -309,6 +309,27 @@ def inference():
         return [whole(t).tolist() for t in (row, turned + 0, flat, last)]
 
 
+def conjugates(placement):
+    """What is written to a conjugate and its imaginary part, and to the tensor after they were taken."""
+    mesh = cpu_mesh(3)
+    whole = torch.arange(10).view(5, 2) + 1j * torch.arange(10, 20).view(5, 2)
+    results = []
+    for z in (distribute_tensor(whole.clone(), mesh, [placement]), whole.clone()):
+        conjugate, imaginary = z.conj(), z.conj().imag
+        conjugate.mul_(2 + 1j)
+        z.add_(1)
+        imaginary.sub_(3)
+        results.append((z, conjugate, imaginary, (conjugate * z).sum()))
+    return [(a.full_tensor(), b) for a, b in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_conjugates_are_views(pool, placement):
+    for pairs in pool.run(conjugates, placement, ranks=3):
+        for found, wanted in pairs:
+            torch.testing.assert_close(found.resolve_conj(), wanted.resolve_conj().resolve_neg())
+
+
 def test_inference_mode(pool):
     expected = [[0.0, 2.0], [[0.0, 4.0, 8.0], [2.0, 6.0, 10.0]], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [5.0, 6.0]]
     assert pool.run(inference, ranks=2) == [expected] * 2

@@ -208,7 +208,7 @@ def _by_rule(
         plain=form.call if stays and form.static is None and not has_lookup else None,
         written=0 if facts.functional is not None else None,
         is_view=facts.functional is None and facts.is_view,
-        is_copy=not stays or pends_more(choice.inputs, choice.outputs),
+        is_copy=facts.is_copied_view or not stays or pends_more(choice.inputs, choice.outputs),
     )
 
 

@@ -31,6 +31,8 @@ class OpFacts(NamedTuple):
     # A view op that is made of others, as reshape: they say whether its result is a view or a copy. Autograd has them
     # run one by one, inference mode gives us the op itself.
     is_composite_view: bool
+    # Conjugates and negatives: views by a bit of the tensor that collectives don't know, so the local call copies.
+    is_copied_view: bool
 
 
 @functools.cache
@@ -43,6 +45,7 @@ def facts_of(func: OpOverload) -> OpFacts:
         returns_one_tensor(func),
         is_view(func),
         is_view(func) and is_composite(func),
+        func in (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default),
     )
 
 

@@ -120,7 +120,7 @@ class Planner(StepWriter):
         map_tensors(metas.append, structure)
         parts = self.locals(len(metas), local_call, *local_args, **local_kwargs) if metas else ()
         stays = all(a is b for a, b in zip(moved, tensors, strict=True))
-        is_copy = facts.is_view and (not stays or pends_more(choice.inputs, choice.outputs))
+        is_copy = facts.is_copied_view or not stays or pends_more(choice.inputs, choice.outputs)
         results = iter(
             [
                 self.planned(
@@ -132,7 +132,7 @@ class Planner(StepWriter):
                         contiguous_stride(meta.shape),
                         found.dtype,
                     ),
-                    is_copied_view=is_copy,
+                    is_copied_view=facts.is_view and is_copy,
                 )
                 for part, layout, meta, found in zip(parts, choice.outputs, call.outputs, metas, strict=True)
             ]
