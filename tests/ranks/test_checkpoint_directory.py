@@ -51,6 +51,22 @@ def load_one(path, dim=0):
     return step, right, lines
 
 
+def drop_while_saving(path):
+    lines = []
+    directory = Directory(path, tell=lines.append)
+    directory.save(state(7), 7)
+    directory._job.wait()
+    del directory
+    return lines, os.listdir(path)
+
+
+def test_a_save_that_nobody_waited_for_is_told(pool, tmp_path):
+    first, second = pool.run(drop_while_saving, str(tmp_path), ranks=2)
+    text = f"{tmp_path}/step-00000007 is not whole, since nobody waited for it: call flush() on every rank at the end"
+    assert first[0] == [text] and second[0] == []
+    assert "step-00000007" not in first[1]
+
+
 @pytest.mark.parametrize("pause", [0.0, 0.01])
 def test_saved_on_some_ranks_and_loaded_on_others(pool, tmp_path, pause):
     path = str(tmp_path / "run")

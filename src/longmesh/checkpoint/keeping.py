@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +51,24 @@ class _Call(NamedTuple):
 
 def _raise(problem: CheckpointError) -> None:
     raise problem
+
+
+@dataclass
+class _UnderWay:
+    """The save that is under way, if there is one. A program that drops its Directory, or ends, before a save is whole
+    has lost it, and is told."""
+
+    path: Path
+    tell: Callable[[str], None]
+    step: int | None = None
+    is_mine_to_tell: bool = False
+
+    def tell_unfinished(self) -> None:
+        if self.step is not None and self.is_mine_to_tell:
+            target = generation_path(self.path, self.step)
+            self.tell(
+                f"{target} is not whole, since nobody waited for it: call flush() on every rank at the end"
+            )
 
 
 class Directory:
@@ -97,10 +117,20 @@ class Directory:
         self._cleaned = False
         self._failures = 0
         self._last_problem: str | None = None
-        self._step: int | None = None  # of the save that is under way
+        self._under_way = _UnderWay(self.path, tell)
+        weakref.finalize(self, self._under_way.tell_unfinished)
         self._job: Job | None = None
         self._committing = False
         self._counting: Counting | None = None
+
+    @property
+    def _step(self) -> int | None:
+        """Of the save that is under way."""
+        return self._under_way.step
+
+    @_step.setter
+    def _step(self, step: int | None) -> None:
+        self._under_way.step, self._under_way.is_mine_to_tell = step, self._world.rank == 0
 
     @cached_property
     def _world(self) -> World:
