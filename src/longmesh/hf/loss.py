@@ -125,10 +125,12 @@ def _check_predicted_by_tokens(following: Tensor, padding: Tensor | None) -> Non
 
 
 def _is(target: Tensor, labels: Tensor) -> bool:
-    """Whether these are the labels, in their order: the same memory."""
-    return (
-        target.numel() == labels.numel()
-        and target.untyped_storage().data_ptr() == labels.untyped_storage().data_ptr()
+    """Whether these are the labels, in their order: the same memory, or, since DDP copies what a model is given, equal
+    numbers."""
+    if target.numel() != labels.numel():
+        return False
+    return target.untyped_storage().data_ptr() == labels.untyped_storage().data_ptr() or bool(
+        (target.flatten() == labels.flatten()).all()
     )
 
 
