@@ -11,11 +11,12 @@ demo: $(VENV)/.has-run
 	@$(BIN)/longmesh train --ranks 2 --seq-len 16384 --mask documents --exchange auto --compare \
 		--steps 20 --dim 64 --heads 2 --kv-heads 1 --out build/demo
 
-# Two at a time, since a test on ranks leaves cores idle while it waits; the second one's output comes at the end.
+# Two at a time, since a test on ranks leaves cores idle while it waits; the second one's output comes at the end. Ops are
+# among the first, so that both take as long.
 test: $(VENV)/.has-test
 	@mkdir -p build
-	@$(BIN)/pytest tests/ranks > build/ranks.log 2>&1 & ranks=$$!; \
-	$(BIN)/pytest tests/pure tests/e2e; others=$$?; \
+	@$(BIN)/pytest tests/ranks --ignore-glob='*/test_ops_*' > build/ranks.log 2>&1 & ranks=$$!; \
+	$(BIN)/pytest tests/pure tests/e2e tests/ranks/test_ops_*.py; others=$$?; \
 	wait $$ranks; status=$$?; cat build/ranks.log; exit $$((status + others))
 
 # What takes too long for each change: hundreds of faults, long walks of state machines, and random programs against plain

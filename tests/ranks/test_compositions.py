@@ -183,11 +183,8 @@ def context_of(mesh: DeviceMesh) -> DeviceMesh:
 @pytest.mark.parametrize(
     ("run", "clip"),
     [
-        (with_ddp, None),
-        (with_fsdp, None),
         (with_tensor_parallelism, None),
         (accumulated_and_clipped, 0.5),
-        (recomputed, None),
         (compiled, None),
     ],
 )

@@ -21,7 +21,6 @@ FAMILIES = {
     "rwkv": "a running maximum for each channel, token shift",
     "xlstm": "a running maximum for each head, matrix memory",
     "zaya": "two convolutions one after the other, in attention",
-    "zamba": "selective scan and attention that layers share",
     "zamba2": "SSD and attention that layers share",
 }
 
