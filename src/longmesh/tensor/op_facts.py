@@ -45,7 +45,7 @@ def facts_of(func: OpOverload) -> OpFacts:
         returns_one_tensor(func),
         is_view(func),
         is_view(func) and is_composite(func),
-        func in (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default),
+        rule_name(func) in ("_conj.default", "_neg_view.default"),
     )
 
 

@@ -215,7 +215,7 @@ _INVERSES: dict[str, Callable[[Any, Any, dict[str, Any]], Any]] = {
     "t": lambda base, view, a: aten.t(view),
     "alias": lambda base, view, a: view,
     "detach": lambda base, view, a: view,
-    "_conj": lambda base, view, a: aten._conj_physical(view),
+    "_conj": lambda base, view, a: aten.conj_physical(view),
     "_neg_view": lambda base, view, a: aten.neg(view),
     "view_as_real": lambda base, view, a: aten.view_as_complex(view),
     "view_as_complex": lambda base, view, a: aten.view_as_real(view),
