@@ -60,6 +60,15 @@ def test_two_ranks_of_torchrun(tmp_path):
     assert {rate.kind for rate in cluster.rates} == {"full", "causal", "window"} and cluster.pass_us > 0
 
 
+@pytest.mark.parametrize(("arguments", "code"), [(["--ranks", "3"], 2), (["--help"], 0)])
+def test_a_rank_of_torchrun_leaves_with_the_commands_exit_code(arguments, code):
+    command = [sys.executable, "-m", "longmesh", "doctor", *arguments]
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert done.stdout + done.stderr
+
+
 def test_a_problem_is_told(capsys):
     show([Finding("kernels", "cuda_flash", {"dtype": "bfloat16"}, "differs from float64 by 0.3")], 2)
     said = capsys.readouterr().out
