@@ -1,7 +1,9 @@
 """Chain: this rank's place in the chain of spans, and the exchange of maps along it.
 
-    pending = chain.start(transitions, updates)      # own (T, U) on their way; computing goes on
-    state = pending.wait()                           # the state that enters this rank's span
+    finish = start_walk(chain, transitions, updates, entering)     # own map on its way; computing goes on
+    states, last = finish()                                        # those that enter this rank's chunks
+
+A rank makes what others need of it and no more: the first of a chain no T, the last nothing at all.
 
 Collective over the axis of the mesh: the rounds are known to every rank, and where no message travels in a round no
 rank enters it.
@@ -9,7 +11,8 @@ rank enters it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +23,7 @@ from longmesh.comm.p2p import Pending, start_all_to_all
 from longmesh.plan import Cluster
 from longmesh.recurrent.plan import RecurrentPlan
 from longmesh.recurrent.rounds import Message, Rounds, choose_rounds
-from longmesh.recurrent.transition import Algebra
+from longmesh.recurrent.transition import Algebra, Transitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,17 @@ class Map:
 
     transition: Tensor | None
     update: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MapSizes:
+    """Shapes of a row's U and T."""
+
+    update: torch.Size
+    transition: torch.Size
+
+    def numel(self, message: Message) -> int:
+        return self.update.numel() + self.transition.numel() * message.with_transition
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,86 +56,111 @@ class Chain:
     scheme: str | None = None
     cluster: Cluster | None = None
 
-    def rounds(self, transition: Tensor, update: Tensor, *, backward: bool) -> Rounds:
+    @functools.cached_property
+    def _rounds(self) -> dict[tuple[int, int, bool], Rounds]:
+        """By sizes and direction: layers call again and again with the same."""
+        return {}
+
+    def rounds(self, state_bytes: int, transition_bytes: int, *, backward: bool) -> Rounds:
         """The rounds for maps of this size, which is the same on every rank."""
-        rows = len(self.plan.starts)
-        state, passing = update.numel() // rows, transition.numel() // rows
-        width = update.element_size()
-        how = {"backward": backward, "scheme": self.scheme, "cluster": self.cluster}
-        return choose_rounds(self.plan, state * width, passing * width, **how)
+        key = state_bytes, transition_bytes, backward
+        if key not in self._rounds:
+            how = {"backward": backward, "scheme": self.scheme, "cluster": self.cluster}
+            self._rounds[key] = choose_rounds(self.plan, state_bytes, transition_bytes, **how)
+        return self._rounds[key]
 
-    def start(
-        self, transition: Tensor, update: Tensor, *, algebra: Algebra, backward: bool = False
-    ) -> Incoming:
-        """Send this rank's map on its way. `update` is (batch, ...); rows of the plan are rows of the batch."""
-        rounds = self.rounds(transition, update, backward=backward)
-        rows = len(self.plan.starts)
-        own = {row: Map(transition[_row(row, rows)], update[_row(row, rows)]) for row in range(rows)}
-        return Incoming(self, rounds.rounds, own, algebra, update)
-
-    def send(self, messages: Sequence[Message], maps: dict[int, Map], like: Map) -> Pending:
-        """Start one round; `like` has the sizes of a row's map."""
-        assert self.group is not None and like.transition is not None
+    def send(
+        self, messages: Sequence[Message], maps: dict[int, Map], sizes: MapSizes, like: Tensor
+    ) -> Pending:
+        """Start one round of tensors that are `like` this one in type and device."""
+        assert self.group is not None, "one process has nobody to send to"
         parts: list[Tensor] = []
         send_counts, recv_counts = [0] * self.group.size, [0] * self.group.size
         for place, member in enumerate(self.members):
             for message in messages:
-                count = _numel(message, like)
+                count = sizes.numel(message)
                 if message.source == self.rank and message.dest == member:
                     parts += _flat(maps[message.row], message)
                     send_counts[place] += count
                 if message.dest == self.rank and message.source == member:
                     recv_counts[place] += count
-        buffer = torch.cat(parts) if parts else like.update.new_empty(0)
+        buffer = torch.cat(parts) if parts else like.new_empty(0)
         return start_all_to_all(buffer, send_counts=send_counts, recv_counts=recv_counts, group=self.group)
 
-    def receive(self, messages: Sequence[Message], buffer: Tensor, like: Map) -> list[tuple[Message, Map]]:
+    def receive(
+        self, messages: Sequence[Message], buffer: Tensor, sizes: MapSizes
+    ) -> list[tuple[Message, Map]]:
         """What arrived in a round, in the order of the group's members."""
-        assert like.transition is not None
         found: list[tuple[Message, Map]] = []
         offset = 0
         for member in self.members:
             for message in messages:
                 if message.dest != self.rank or message.source != member:
                     continue
-                update = buffer[offset : offset + like.update.numel()].view(like.update.shape)
-                transition = None
-                if message.with_transition:
-                    passing = buffer[offset + like.update.numel() : offset + _numel(message, like)]
-                    transition = passing.view(like.transition.shape)
-                found.append((message, Map(transition, update)))
-                offset += _numel(message, like)
+                here = buffer[offset : offset + sizes.numel(message)]
+                offset += len(here)
+                update, passing = here.tensor_split([sizes.update.numel()])
+                transition = passing.view(sizes.transition) if message.with_transition else None
+                found.append((message, Map(transition, update.view(sizes.update))))
         return found
 
 
-class Incoming:
-    """The exchange under way: the first round has started when this is made. `wait` is called once."""
+class Exchange:
+    """One exchange along the chain, of maps whose T has this shape and whose U is like `update`: (batch, ...).
+
+    Rows of the plan are rows of the batch. Every rank calls `start` once, then `wait`. Whether a rank `sends` its map,
+    with T (`sends_transition`), and `receives` those of others is known before it makes one.
+    """
 
     def __init__(
         self,
         chain: Chain,
-        rounds: tuple[tuple[Message, ...], ...],
-        own: dict[int, Map],
-        algebra: Algebra,
+        transition: tuple[int, ...],
         update: Tensor,
+        algebra: Algebra,
+        *,
+        backward: bool = False,
     ) -> None:
-        self._chain, self._rounds, self._own = chain, rounds, own
-        self._algebra, self._update = algebra, update
-        self._first = chain.send(rounds[0], own, own[0]) if rounds else None
+        self._chain, self._algebra, self._update = chain, algebra, update
+        self._num_rows = rows = len(chain.plan.starts)
+        row = update[_row(0, rows)]
+        self._sizes = sizes = MapSizes(row.shape, torch.Size((len(row), *transition[1:])))
+        width = update.element_size()
+        self._rounds = chain.rounds(
+            sizes.update.numel() * width, sizes.transition.numel() * width, backward=backward
+        ).rounds
+        first = self._rounds[0] if self._rounds else ()
+        mine = [message for message in first if message.source == chain.rank]
+        self.sends = bool(mine)
+        self.sends_transition = any(message.with_transition for message in mine)
+        self.receives = any(message.dest == chain.rank for message in first)
+        self._pending: Pending | None = None
+
+    def start(self, transition: Tensor | None, update: Tensor | None) -> None:
+        """Send this rank's map on its way: U if it sends, T if it sends that."""
+        own: dict[int, Map] = {}
+        if update is not None:
+            for row in range(self._num_rows):
+                where = _row(row, self._num_rows)
+                own[row] = Map(None if transition is None else transition[where], update[where])
+        if self._rounds:
+            self._pending = self._chain.send(self._rounds[0], own, self._sizes, self._update)
 
     def wait(self) -> Tensor | None:
-        """The state that enters this rank's span, (batch, ...); None where no rank receives any."""
-        if self._first is None:
+        """The state that enters this rank's span, (batch, ...); None where none does."""
+        if self._pending is None:
             return None
-        chain, like = self._chain, self._own[0]
-        folded = self._fold_first(chain.receive(self._rounds[0], self._first.wait(), like))
+        chain, sizes = self._chain, self._sizes
+        folded = self._fold_first(chain.receive(self._rounds[0], self._pending.wait(), sizes))
         for messages in self._rounds[1:]:
-            buffer = chain.send(messages, folded, like).wait()
-            for message, arrived in chain.receive(messages, buffer, like):
+            buffer = chain.send(messages, folded, sizes, self._update).wait()
+            for message, arrived in chain.receive(messages, buffer, sizes):
                 folded[message.row] = _after(folded[message.row], arrived, self._algebra)
+        if not self.receives:
+            return None
         out = torch.full_like(self._update, self._algebra.nothing)
         for row, found in folded.items():
-            out[_row(row, len(self._own))] = found.update
+            out[_row(row, self._num_rows)] = found.update
         return out
 
     def _fold_first(self, arrived: list[tuple[Message, Map]]) -> dict[int, Map]:
@@ -135,6 +174,37 @@ class Incoming:
         return folded
 
 
+Walk = tuple[Tensor, Tensor]
+
+
+def start_walk(
+    chain: Chain, run: Transitions, updates: Tensor, entering: Tensor | None, *, backward: bool = False
+) -> Callable[[], Walk]:
+    """States of all chunks of a rank: its own map is sent; calling what is returned waits for those of others.
+
+    That gives the states that enter the chunks and the one that leaves the last. `entering` is added to what arrives.
+    """
+    exchange = Exchange(chain, run.values[0].shape, updates[0], run.algebra, backward=backward)
+    if not exchange.receives:
+        states, last = run.walk(updates, entering)
+        exchange.start(None, last if exchange.sends else None)
+
+        def finish_alone() -> Walk:
+            exchange.wait()
+            return states, last
+
+        return finish_alone
+    own = run.last(updates, entering) if exchange.sends else None
+    exchange.start(run.whole() if exchange.sends_transition else None, own)
+
+    def finish() -> Walk:
+        arrived = exchange.wait()
+        assert arrived is not None, "a rank that receives is told a state"
+        return run.walk(updates, arrived if entering is None else run.algebra.add(arrived, entering))
+
+    return finish
+
+
 def _after(later: Map, earlier: Map, algebra: Algebra) -> Map:
     """The map of `earlier` followed by `later`."""
     assert later.transition is not None, "a map that something passes through has its T"
@@ -146,11 +216,6 @@ def _after(later: Map, earlier: Map, algebra: Algebra) -> Map:
 
 def _row(row: int, rows: int) -> slice:
     return slice(None) if rows == 1 else slice(row, row + 1)
-
-
-def _numel(message: Message, like: Map) -> int:
-    assert like.transition is not None
-    return like.update.numel() + like.transition.numel() * message.with_transition
 
 
 def _flat(found: Map, message: Message) -> list[Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longmesh.errors import LongmeshError
-from longmesh.recurrent.chain import Chain
+from longmesh.recurrent.chain import Chain, start_walk
 from longmesh.recurrent.chunks import Chunks
 from longmesh.recurrent.kernel.form import Kernel
 from longmesh.recurrent.transition import Algebra, Transitions
@@ -54,13 +54,6 @@ def _take(inputs: Sequence[Tensor], where: slice) -> list[Tensor]:
     return [x if x.shape[0] == 1 else x[where] for x in inputs]
 
 
-def _last_state(transitions: Transitions, updates: Tensor, state: Tensor | None) -> Tensor:
-    for chunk, update in enumerate(updates):
-        state = update if state is None else transitions.apply(chunk, state) + update
-    assert state is not None, "a rank has at least one chunk, of padding if it has no token"
-    return state
-
-
 class _Found(NamedTuple):
     """Of all chunks: T, the states that enter, what readings keep; outputs by segment; the state after the last."""
 
@@ -80,10 +73,9 @@ def _by_exchange(
     values = torch.cat([form.transitions.values for form in forms])
     transitions = Transitions(values, forms[0].transitions.algebra)
     updates = torch.cat([form.updates for form in forms])
-    own = _last_state(transitions, updates, entering)
-    incoming = chain.start(transitions.whole(), own, algebra=transitions.algebra)
+    finish = start_walk(chain, transitions, updates, entering)
     readings = [form.reading() for form in forms]
-    states, last = _scan(transitions, updates, incoming.wait(), entering)
+    states, last = finish()
     outputs = [reading.outputs(states[where]) for reading, (where, _) in zip(readings, segments, strict=True)]
     kept = [reading.kept for reading in readings if reading.kept is not None]
     return _Found(values, transitions.algebra, states, kept, outputs, last)
@@ -96,7 +88,7 @@ def _one_after_another(
     maps, states, outputs, kept = [], [], [], []
     for where, part in segments:  # a rank has at least one, of padding if it has no token
         form = kernel.form(_take(inputs, where), part)
-        found, entering = _scan(form.transitions, form.updates, None, entering)
+        found, entering = form.transitions.walk(form.updates, entering)
         reading = form.reading()
         maps.append(form.transitions)
         states.append(found)
@@ -140,9 +132,8 @@ def _differentiate_all(ctx: Any, grad_outputs: Tensor, grad_last: Tensor) -> tup
         kernel.adjoint(kept and kept[i], _take(inputs, where), grad_outputs[where], part)
         for i, (where, part) in enumerate(segments)
     ]
-    arriving, grad_initial = _scan_backward(
-        chain, Transitions(values, ctx.algebra), torch.cat(by_outputs), grad_last
-    )
+    back = Transitions(values, ctx.algebra).transposed()
+    arriving, grad_initial = start_walk(chain, back, torch.cat(by_outputs), grad_last, backward=True)()
     found = [
         _differentiate(
             kernel, _take(inputs, where), part, states[where], grad_outputs[where], arriving[where]
@@ -178,36 +169,3 @@ def _differentiate(
         outputs = form.reading().outputs(states)
         leaving = form.transitions.algebra.apply(form.transitions.values, states) + form.updates
     return torch.autograd.grad((outputs, leaving), leaves, (grad_outputs, arriving))
-
-
-def _scan(
-    transitions: Transitions, updates: Tensor, arrived: Tensor | None, entering: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The states that enter the chunks, and the one that leaves the last."""
-    state = torch.zeros_like(updates[0]) if arrived is None else arrived
-    if entering is not None:
-        state = state + entering
-    states = torch.empty_like(updates)
-    for chunk, update in enumerate(updates):
-        states[chunk] = state
-        state = transitions.apply(chunk, state) + update
-    return states, state
-
-
-def _scan_backward(
-    chain: Chain, transitions: Transitions, grad_states: Tensor, grad_last: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients of the states that leave the chunks, and of the one that enters the first. Collective."""
-    back = transitions.transposed()
-    gradient = grad_last
-    if chain.plan.crosses:
-        own = _last_state(back, grad_states.flip(0), grad_last)
-        arriving = chain.start(back.whole(), own, algebra=back.algebra, backward=True).wait()
-        if arriving is not None:
-            gradient = gradient + arriving
-    leaving = torch.empty_like(grad_states)
-    for place in range(len(leaving)):
-        chunk = len(leaving) - 1 - place
-        leaving[chunk] = gradient
-        gradient = back.apply(place, gradient) + grad_states[chunk]
-    return leaving, gradient

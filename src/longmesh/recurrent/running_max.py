@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longmesh.recurrent.chain import Chain
+from longmesh.recurrent.chain import Chain, start_walk
 from longmesh.recurrent.chunks import Chunks
 from longmesh.recurrent.transition import MAXIMUM, Transitions
 
@@ -44,15 +44,7 @@ def running_max(chain: Chain, chunks: Chunks, x: Tensor, decay: Tensor) -> Runni
     local_NBHC = _walk(x_NBHC, decay_NBHC, chunks)
     transitions = Transitions(left_NBHC[..., -1], MAXIMUM)
     updates = local_NBHC[..., -1]
-    state = torch.full_like(updates[0], lowest)
-    if chain.plan.crosses:
-        own = _last(transitions, updates)
-        arrived = chain.start(transitions.whole(), own, algebra=MAXIMUM).wait()
-        state = state if arrived is None else arrived
-    entering = torch.empty_like(updates)
-    for chunk, update in enumerate(updates):
-        entering[chunk] = state
-        state = torch.maximum(transitions.apply(chunk, state), update)
+    entering, _ = start_walk(chain, transitions, updates, None)()
     values = torch.maximum(local_NBHC, left_NBHC + entering.unsqueeze(-1))
     before = torch.cat([entering.unsqueeze(-1), values[..., :-1]], -1)
     if chunks.same is not None and chunks.enters is not None:
@@ -74,13 +66,6 @@ def _walk(x: Tensor, decay: Tensor, chunks: Chunks) -> Tensor:
         state = torch.maximum(carried, x[..., t])
         states.append(state)
     return torch.stack(states, -1)
-
-
-def _last(transitions: Transitions, updates: Tensor) -> Tensor:
-    state = updates[0]
-    for chunk, update in enumerate(updates[1:], 1):
-        state = torch.maximum(transitions.apply(chunk, state), update)
-    return state
 
 
 def _split(x: Tensor, chunks: Chunks, padding: float) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longmesh.errors import LongmeshError
-from longmesh.recurrent.chain import Chain
+from longmesh.recurrent.chain import Chain, Exchange
 from longmesh.recurrent.kernel.span import Span, SpanKernel
 from longmesh.recurrent.transition import MATRIX
 
@@ -33,11 +33,6 @@ def run_span(
         return _Recurrence.apply(kernel, chain, span, initial, *inputs)  # type: ignore[return-value]
 
 
-def _exchange(kernel: SpanKernel, chain: Chain, transition: Tensor, own: Tensor, *, backward: bool) -> Tensor:
-    arrived = chain.start(transition, own.float(), algebra=kernel.algebra, backward=backward).wait()
-    return torch.zeros_like(own) if arrived is None else arrived
-
-
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -46,12 +41,16 @@ class _Recurrence(torch.autograd.Function):
         entering = kernel.empty_state(inputs)
         if initial is not None and chain.rank == 0:
             entering = entering + initial
-        transition = kernel.transition(inputs, span)
-        own = kernel(inputs, entering, span)[1]
-        entering = entering + _exchange(kernel, chain, transition, own, backward=False)
+        exchange = Exchange(chain, kernel.transition_shape(inputs), entering, kernel.algebra)
+        # Where something passes through, it does so both ways.
+        transition = kernel.transition(inputs, span) if exchange.sends_transition else None
+        alone = None if exchange.receives and not exchange.sends else kernel(inputs, entering, span)
+        exchange.start(transition, alone and alone[1].float())
+        arrived = exchange.wait()
         ctx.kernel, ctx.chain, ctx.span, ctx.has_initial = kernel, chain, span, initial is not None
+        entering = entering if arrived is None else entering + arrived
         ctx.save_for_backward(transition, entering, *inputs)
-        return kernel(inputs, entering, span)
+        return kernel(inputs, entering, span) if arrived is not None or alone is None else alone
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -67,11 +66,16 @@ class _Recurrence(torch.autograd.Function):
             leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
             state = entering.detach().requires_grad_()
             outputs, last = kernel(leaves, state, ctx.span)
-        (own,) = torch.autograd.grad((outputs, last), state, (grad_outputs, grad_last), retain_graph=True)
-        back = transition.mT if kernel.algebra is MATRIX else transition
-        arriving = _exchange(kernel, chain, back.contiguous(), own, backward=True)
+        exchange = Exchange(chain, kernel.transition_shape(inputs), entering, kernel.algebra, backward=True)
+        own = None
+        if exchange.sends:
+            (own,) = torch.autograd.grad((outputs, last), state, (grad_outputs, grad_last), retain_graph=True)
+        back = transition.mT if transition is not None and kernel.algebra is MATRIX else transition
+        exchange.start(back, own)
+        arriving = exchange.wait()
+        grad_last = grad_last if arriving is None else grad_last + arriving
         grad_state, *found = torch.autograd.grad(
-            (outputs, last), [state, *leaves], (grad_outputs, grad_last + arriving), allow_unused=True
+            (outputs, last), [state, *leaves], (grad_outputs, grad_last), allow_unused=True
         )
         grad_initial = None
         if ctx.has_initial:

@@ -33,24 +33,47 @@ MAXIMUM = Algebra(torch.add, torch.add, torch.maximum, -torch.inf)
 
 @dataclass(frozen=True, slots=True)
 class Transitions:
-    """Of a run of chunks: `values` (chunks, batch, ...)."""
+    """Of a run of chunks: `values` (chunks, batch, ...). States pass them in order, or from last to first."""
 
     values: Tensor
     algebra: Algebra
-
-    def apply(self, chunk: int, state: Tensor) -> Tensor:
-        return self.algebra.apply(self.values[chunk], state)
+    is_reversed: bool = False
 
     def whole(self) -> Tensor:
         """T of the whole run: the product of its chunks."""
         if self.algebra is ELEMENTWISE:
             return self.values.prod(0)
-        whole = self.values[0]
-        for value in self.values[1:]:
-            whole = self.algebra.compose(value, whole)
+        first, *others = self._order()
+        whole = self.values[first]
+        for chunk in others:
+            whole = self.algebra.compose(self.values[chunk], whole)
         return whole
 
+    def last(self, updates: Tensor, state: Tensor | None) -> Tensor:
+        """The state that leaves the run; `state` enters it, or nothing."""
+        for chunk in self._order():
+            state = updates[chunk] if state is None else self._step(chunk, state, updates)
+        assert state is not None, "a rank has at least one chunk, of padding if it has no token"
+        return state
+
+    def walk(self, updates: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The states that enter the chunks, and the one that leaves the run."""
+        if state is None:
+            state = torch.full_like(updates[0], self.algebra.nothing)
+        states = torch.empty_like(updates)
+        for chunk in self._order():
+            states[chunk] = state
+            state = self._step(chunk, state, updates)
+        return states, state
+
     def transposed(self) -> Transitions:
-        """For gradients, which run the other way: chunks from last to first, each transposed."""
-        values = self.values.flip(0)
-        return Transitions(values.mT if self.algebra is MATRIX else values, self.algebra)
+        """For gradients, which run the other way."""
+        values = self.values.mT if self.algebra is MATRIX else self.values
+        return Transitions(values, self.algebra, not self.is_reversed)
+
+    def _order(self) -> range:
+        chunks = range(len(self.values))
+        return chunks[::-1] if self.is_reversed else chunks
+
+    def _step(self, chunk: int, state: Tensor, updates: Tensor) -> Tensor:
+        return self.algebra.add(self.algebra.apply(self.values[chunk], state), updates[chunk])

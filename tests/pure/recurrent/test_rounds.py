@@ -1,9 +1,13 @@
 """Rounds of states over ranks, carried out on numbers in one process: S_out = T S_in + U."""
 
+import pytest
+import torch
 from hypothesis import given, strategies as st
 
+from longmesh.recurrent.chain import Chain, Exchange
 from longmesh.recurrent.plan import plan_recurrent
 from longmesh.recurrent.rounds import choose_rounds, gather_rounds, scan_rounds
+from longmesh.recurrent.transition import MATRIX
 
 
 @st.composite
@@ -79,3 +83,24 @@ def test_few_ranks_gather_and_many_with_large_states_scan():
     assert scheme(2, 1 << 16) == "gather"
     assert scheme(64, 1 << 20) == "scan"
     assert "predicted" in choose_rounds(plan_recurrent(seq_len=8, ranks=4), 64, 64).reason
+
+
+@pytest.mark.parametrize("scheme", ["gather", "scan"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_rank_makes_what_others_need_of_it(scheme, backward):
+    """Documents of 8 and 2 tokens, 2 tokens a rank: ranks 0 to 3 are a chain, and rank 4 is alone."""
+    plan = plan_recurrent(seq_len=10, ranks=5, documents=[8, 2])
+    found = []
+    for rank in range(5):
+        chain = Chain(plan, rank, None, (0, 1, 2, 3, 4), scheme)
+        exchange = Exchange(chain, (1, 2, 3, 3), torch.zeros(1, 2, 3, 4), MATRIX, backward=backward)
+        found.append((exchange.sends, exchange.sends_transition, exchange.receives))
+    first, between, last, alone = (True, False, False), (True, True, True), (False, False, True), (False,) * 3
+    ends = (last, first) if backward else (first, last)
+    assert found == [ends[0], between, between, ends[1], alone]
+
+
+def test_rounds_are_found_once_for_maps_of_a_size():
+    chain = Chain(plan_recurrent(seq_len=10, ranks=2), 0, None, (0, 1))
+    assert chain.rounds(16, 4, backward=False) is chain.rounds(16, 4, backward=False)
+    assert chain.rounds(16, 4, backward=False) is not chain.rounds(16, 4, backward=True)

@@ -43,6 +43,13 @@ class FlaKernel:
         shape = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
         return torch.zeros(shape, dtype=torch.float32, device=k.device)
 
+    def transition_shape(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+        k, g = inputs[1], inputs[3]
+        batch, _, heads, features = k.shape
+        if self.algebra is ELEMENTWISE:
+            return batch, heads, 1 if g.ndim == 3 else features, 1
+        return batch, heads, features, features
+
     def transition(self, inputs: Sequence[Tensor], span: Span) -> Tensor:
         q, k, v, g, *others = inputs
         if self.algebra is ELEMENTWISE:

@@ -44,6 +44,10 @@ class Ssd:
         shape = (x.shape[0], x.shape[2], B.shape[3], x.shape[3])
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
 
+    def transition_shape(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+        batch, _, heads = inputs[1].shape
+        return batch, heads, 1, 1
+
     def transition(self, inputs: Sequence[Tensor], span: Span) -> Tensor:
         dt, A = inputs[1].float(), inputs[2].float()
         return span.passing((dt * A).sum(1).exp()[..., None, None])
@@ -78,6 +82,9 @@ class Selective:
     def empty_state(self, inputs: Sequence[Tensor]) -> Tensor:
         x, A = inputs[0], inputs[2]
         return torch.zeros((len(x), *A.shape), dtype=torch.float32, device=x.device)
+
+    def transition_shape(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+        return len(inputs[0]), *inputs[2].shape
 
     def transition(self, inputs: Sequence[Tensor], span: Span) -> Tensor:
         dt, A = inputs[1].float(), inputs[2].float()
