@@ -170,6 +170,14 @@ def prepared_hybrid(ranks: int, tokens: int) -> tuple:
     return model, torch.optim.AdamW(model.parameters()), x, rp, cp
 
 
+def sum_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    """Over the ranks, in one all-reduce, as `longmesh train` and DDP's buckets do."""
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    torch.distributed.all_reduce(flat)
+    for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = total.view_as(parameter)
+
+
 def hybrid_step(ranks: int, tokens: int) -> float:
     """Seconds of one train step: forward, backward, sum of gradients, optimizer."""
     model, optimizer, x, rp, cp = prepared_hybrid(ranks, tokens)
@@ -179,9 +187,7 @@ def hybrid_step(ranks: int, tokens: int) -> float:
         out = layer(out, rp, cp)
     out.square().sum().div(tokens).backward()
     if ranks:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                torch.distributed.all_reduce(parameter.grad)
+        sum_gradients([p for p in model.parameters() if p.grad is not None])
     optimizer.step()
     optimizer.zero_grad()
     return time.perf_counter() - start
