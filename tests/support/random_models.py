@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -79,8 +79,9 @@ def draw_experts(draw: Draw, name: str) -> dict[str, Any]:
 
 _BOTH = ("sliding_attention", "full_attention")
 
+Families = Mapping[str, Callable[[Draw], dict[str, Any]]]
 # What is drawn for each family, beside what `tiny_models` sets.
-FAMILIES: dict[str, Callable[[Draw], dict[str, Any]]] = {
+FAMILIES: Families = {
     "llama": lambda d: {
         **draw_heads(d),
         **draw_rope(d),
@@ -204,12 +205,12 @@ FAMILIES: dict[str, Callable[[Draw], dict[str, Any]]] = {
 KINDS = ("plain", "packed", "right", "left", "embeds")
 
 
-def draw_config(seed: int) -> tuple[str, Any]:
+def draw_config(seed: int, families: Families = FAMILIES) -> tuple[str, Any]:
     """A family, and a configuration of it."""
     draw = random.Random(seed)
-    family = draw.choice(list(FAMILIES))
+    family = draw.choice(list(families))
     small = make_config(family)
-    drawn = FAMILIES[family](draw)
+    drawn = families[family](draw)
     kept = small.to_dict()
     for name in ("layer_types", "rope_parameters", "no_rope_layers"):
         kept.pop(name, None) if name in drawn or "num_hidden_layers" in drawn else None
@@ -256,12 +257,12 @@ def draw_batch(seed: int, ranks: int, width: int) -> tuple[str, dict[str, Tensor
     return kind, batch
 
 
-def run_seed(seed: int, ranks: int) -> tuple[str, Outcome]:
+def run_seed(seed: int, ranks: int, families: Families = FAMILIES) -> tuple[str, Outcome]:
     """What was drawn, and what became of it. Called on every rank."""
     hf.register()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        family, config = draw_config(seed)
+        family, config = draw_config(seed, families)
         kind, batch = draw_batch(seed, ranks, config.get_text_config().hidden_size)
         if family == "gpt_oss" and kind == "packed":
             # In one process it mixes the documents of a row, and a document alone has another router loss.
