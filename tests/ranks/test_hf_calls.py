@@ -248,7 +248,13 @@ def distances() -> dict[str, float]:
     hf.register()
     labels = {"token": IDS % 2}
     packed = {"input_ids": IDS[:, :3], "position_ids": torch.tensor([[0, 1, 0], [0, 0, 1]])}
-    batches = {"llama few": {**packed, "labels": IDS[:, :3].masked_fill(packed["position_ids"] == 0, -100)}}
+    batches = {
+        "llama token constant": {
+            "input_ids": IDS,
+            "labels": torch.zeros_like(IDS),
+        },  # on a rank, alike if shifted
+        "llama few": {**packed, "labels": IDS[:, :3].masked_fill(packed["position_ids"] == 0, -100)},
+    }
     calls: dict[str, dict[str, Any]] = {
         "llama": {"use_cache": True},
         "llama states": {"output_hidden_states": True},
@@ -257,9 +263,10 @@ def distances() -> dict[str, float]:
     found = {}
     for kind in (
         *("bert masked", "modernbert masked", "llama token", "llama", "llama states", "llama dora"),
-        *("llama few", "roberta twice"),
+        *("llama few", "roberta twice", "llama token constant"),
     ):
         made = kind.partition(" ")[0] if kind.endswith(("states", "dora", "few", "twice")) else kind
+        made = made.removesuffix(" constant")
         ours, plain = (make(made, implementation) for implementation in ("longmesh", "eager"))
         if kind.endswith("dora"):
             config = peft.LoraConfig(

@@ -73,6 +73,7 @@ FACTORS = [1.0 + 0.1 * i for i in range(4)]
     ("family", "settings"),
     [
         ("mixtral", {"output_router_logits": True}),
+        ("jetmoe", {"output_router_logits": True, "aux_loss_coef": 0.5}),
         (
             "llama",
             {
@@ -94,7 +95,7 @@ FACTORS = [1.0 + 0.1 * i for i in range(4)]
             },
         ),
     ],
-    ids=["router loss", "dynamic rope", "longrope"],
+    ids=["router loss", "router loss by another name", "dynamic rope", "longrope"],
 )
 def test_what_depends_on_the_whole_sequence_is_taken_from_it(pool, family, settings):
     for loss, gradients in pool.run(with_settings, 2, family, settings, ranks=2, timeout=300.0):

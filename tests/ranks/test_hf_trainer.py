@@ -267,6 +267,8 @@ def refused(what: str, folder: str) -> str:
         extra["train_sampling_strategy"] = "batch_rebalance"
     if what == "noise":
         extra["neftune_noise_alpha"] = 5.0
+    if what == "batch size":
+        extra["auto_find_batch_size"] = True
     if what == "objects":
         extra["eval_use_gather_object"] = True
     if what == "axes":
@@ -295,6 +297,7 @@ def refused(what: str, folder: str) -> str:
             "noise",
             "neftune_noise_alpha=5.0: NEFTune scales its noise by the number of tokens that a rank sees",
         ),
+        ("batch size", "auto_find_batch_size=True: .* give per_device_train_batch_size"),
         ("objects", "eval_use_gather_object=True: gather tensors instead"),
         ("axes", r"mesh= has the axes \('tp',\); name them 'dp' .* and 'cp'"),
         ("loss", r"loss='mean'\): use 'tiled', 'model' or None"),

@@ -2,6 +2,9 @@
 
 A model that averages its loss by itself averages over this rank's tokens, and one that shifts labels by itself misses
 the successor that is on another rank. Both are seen where they end: in F.cross_entropy.
+
+Pitfall: one rank's numbers may not tell which labels a model took: where all labels are the same, those that follow
+are, too. So what fits must fit on all ranks.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.errors import LongmeshError
+from longmesh.hf.everywhere import true_everywhere
 
 IGNORED = -100
 
@@ -20,11 +25,18 @@ IGNORED = -100
 class SharedLoss:
     """F.cross_entropy on the labels of an open scope, of which `labels` and `following` are this rank's part.
 
-    `labels` and `padding` (1 for tokens, 0 for padding, or None) are those of the whole batch, the same on all ranks.
+    `labels` and `padding` (1 for tokens, 0 for padding, or None) are those of the whole batch, the same on all ranks
+    of the `mesh` (None: one process).
     `in_model`: a model runs, whose targets must be known. `was_called`: since one began to run.
     """
 
-    def __init__(self, engine: ContextParallel, labels: Tensor, padding: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        engine: ContextParallel,
+        labels: Tensor,
+        padding: Tensor | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
         following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         _check_predicted_by_tokens(following, padding)
         self._labels_padding = padding is not None and bool(((labels != IGNORED) & (padding == 0)).any())
@@ -32,6 +44,7 @@ class SharedLoss:
         self._num_following = (following != IGNORED).sum()
         self._num_labels = (labels != IGNORED).sum()
         self._num_items, self._counts_all = self._num_following.clone(), False
+        self._mesh = mesh
         self.in_model = self.was_called = False
 
     def divide_by(self, following: Tensor, labels: Tensor) -> None:
@@ -95,19 +108,33 @@ class SharedLoss:
         return torch.nn.functional.cross_entropy(input, target, reduction=reduction, **kwargs)
 
     def _known(self, target: Tensor) -> tuple[Tensor, bool] | None:
-        """The targets as they are on the whole sequence, and whether a row's first counts; None if these are others."""
-        if _is(target, self.following):
-            return target, False
-        if _is(target, self.labels):
-            if self._labels_padding:
-                raise LongmeshError(
-                    "hf.context_parallel: padding has labels, and this model does not shift labels, so it predicts "
-                    "them from padding; set the labels of padding to -100"
-                )
-            return target, True
-        if _is_shifted_here(target, self.labels):
-            return self.following.reshape(target.shape), False
+        """The targets as they are on the whole sequence, and whether a row's first counts; None if these are others.
+        Collective, unless the targets are in the memory of what the scope yielded."""
+        match self._kind(target):
+            case "following":
+                return target, False
+            case "shifted here":
+                return self.following.reshape(target.shape), False
+            case "labels":
+                if self._labels_padding:
+                    raise LongmeshError(
+                        "hf.context_parallel: padding has labels, and this model does not shift labels, so it predicts "
+                        "them from padding; set the labels of padding to -100"
+                    )
+                return target, True
         return None
+
+    def _kind(self, target: Tensor) -> str | None:
+        """Which labels a model took: the same answer on every rank. By their memory, or, since models shift labels and
+        DDP copies what a model is given, by their numbers on all ranks."""
+        here = torch.nn.functional.pad(self.labels[:, 1:], (0, 1), value=IGNORED)
+        kinds = {"following": self.following, "labels": self.labels, "shifted here": here}
+        for kind, labels in kinds.items():
+            if target.numel() == labels.numel() and _share_memory(target, labels):
+                return kind
+        fits = torch.tensor([_are_equal(target, labels) for labels in kinds.values()], device=target.device)
+        fitting = true_everywhere(fits, self._mesh).tolist()
+        return next((kind for kind, is_fitting in zip(kinds, fitting, strict=True) if is_fitting), None)
 
 
 def _check_predicted_by_tokens(following: Tensor, padding: Tensor | None) -> None:
@@ -124,19 +151,9 @@ def _check_predicted_by_tokens(following: Tensor, padding: Tensor | None) -> Non
         )
 
 
-def _is(target: Tensor, labels: Tensor) -> bool:
-    """Whether these are the labels, in their order: the same memory, or, since DDP copies what a model is given, equal
-    numbers."""
-    if target.numel() != labels.numel():
-        return False
-    return target.untyped_storage().data_ptr() == labels.untyped_storage().data_ptr() or bool(
-        (target.flatten() == labels.flatten()).all()
-    )
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-def _is_shifted_here(target: Tensor, labels: Tensor) -> bool:
-    """Whether these are the labels shifted by one within this rank's part."""
-    if target.numel() != labels.numel():
-        return False
-    here = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    return bool((target.flatten() == here.flatten()).all())
+def _are_equal(target: Tensor, labels: Tensor) -> bool:
+    return target.numel() == labels.numel() and bool((target.flatten() == labels.flatten()).all())

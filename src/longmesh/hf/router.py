@@ -16,20 +16,26 @@ from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 from longmesh.hf.open_batch import OpenBatch
 
+_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")  # of a model, or else of its configuration
+
 
 def share_router_loss(model: nn.Module, output: Any, batch: OpenBatch) -> Any:
     """Replace a model's auxiliary loss of this rank's tokens by this rank's share of that of the whole sequence."""
     own = getattr(output, "aux_loss", None)
     if not isinstance(own, Tensor):
         return None
-    config = model.config  # pyright: ignore[reportAttributeAccessIssue]
+    config: Any = model.config.get_text_config()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
     logits, top_k = getattr(output, "router_logits", None), getattr(config, "num_experts_per_tok", None)
-    weight = getattr(config, "router_aux_loss_coef", None)
+    places = [(owner, name) for owner in (model, config) for name in _WEIGHTS]
+    weight = next((getattr(*place) for place in places if hasattr(*place)), None)
+    is_added = isinstance(getattr(output, "loss", None), Tensor)
+    if is_added and weight is None:
+        logits = None  # by which weight it was added is not known
     if isinstance(logits, tuple) and logits and isinstance(top_k, int):
         chosen, probable, rows = _sums(logits, top_k, None)
         if torch.allclose((chosen / rows * probable / rows).sum() * len(chosen), own, rtol=1e-3):
             share = _share(logits, top_k, batch)
-            if output.loss is not None and weight is not None:
+            if is_added and weight is not None:
                 output.loss = output.loss + weight * (share - own).to(output.loss.device)
             output.aux_loss = share
             return output

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from longmesh.attention import masks
 from longmesh.attention.mask.band import Band
-from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
+from longmesh.hf.everywhere import true_everywhere
 from longmesh.hf.open_batch import OpenBatch, current_look, is_fusing
 
 NOTHING = Band(lo=1, hi=0)  # no token sees any
@@ -49,8 +49,8 @@ def block_mask(local: Tensor, batch: OpenBatch | None) -> masks.Mask:
             "hf.context_parallel, which cuts them"
         )
     part = types if is_fusing() else batch.cut.lead.shard(types, 1)
-    fits = torch.tensor([bool((rule(part) == local).all()) for rule in RULES], device=local.device).long()
-    fitting = _everywhere(fits, batch)
+    fits = torch.tensor([bool((rule(part) == local).all()) for rule in RULES], device=local.device)
+    fitting = true_everywhere(fits, batch.cut.mesh)  # a rank may have no tokens to tell rules apart
     if not bool(fitting.any()):
         raise LongmeshError(
             "the model masks by blocks of tokens in a way that is not known; give the mask to "
@@ -61,14 +61,4 @@ def block_mask(local: Tensor, batch: OpenBatch | None) -> masks.Mask:
 
 def _has_none(local: Tensor, batch: OpenBatch) -> bool:
     """Whether no token of any rank is in a block."""
-    return bool(_everywhere((local < 0).all().view(1).long(), batch).all())
-
-
-def _everywhere(fits: Tensor, batch: OpenBatch) -> Tensor:
-    """Which rules fit on all ranks: a rank may have no tokens to tell them apart."""
-    mesh = batch.cut.mesh
-    if mesh is None:
-        return fits > 0
-    group = comm_of(mesh).group(tuple(range(mesh.ndim)))
-    found = collectives.all_gather(fits[None], group=group) if group.size > 1 else fits[None]
-    return found.min(0).values > 0
+    return bool(true_everywhere((local < 0).all().view(1), batch.cut.mesh).all())

@@ -103,6 +103,13 @@ class Trainer(TrainerHooks, transformers.Trainer):
                 "`longmesh run --ranks N` or torchrun"
             )
 
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A model of `model_init`, made anew for each training."""
+        model = super().call_model_init(trial)
+        if self.cp_size > 1:
+            set_attention(model)
+        return model
+
     def _check_arguments(self) -> None:
         if self.cp_size == 1:
             return
@@ -129,6 +136,11 @@ class Trainer(TrainerHooks, transformers.Trainer):
             raise LongmeshError(
                 f"hf.Trainer with neftune_noise_alpha={args.neftune_noise_alpha}: NEFTune scales its noise by the "
                 "number of tokens that a rank sees, so it would be too large; leave it unset"
+            )
+        if args.auto_find_batch_size:
+            raise LongmeshError(
+                "hf.Trainer with auto_find_batch_size=True: a rank that runs out of memory alone would start over with "
+                "another batch while the others wait for it; give per_device_train_batch_size, and leave it out"
             )
         if args.eval_use_gather_object:
             raise LongmeshError("hf.Trainer with eval_use_gather_object=True: gather tensors instead")
