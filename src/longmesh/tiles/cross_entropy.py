@@ -2,7 +2,8 @@
 
 A mean or a sum has its gradients computed together with it, tile by tile, and scaled when backward() comes: three
 products, as the plain loss needs. Losses of single tokens wait for the gradient of each, so their logits are made
-again: four.
+again: four. So are those of fp16, which holds neither 1 / labels nor what a GradScaler multiplies by, but both
+together.
 
 Pitfall: in a scope of context parallelism a mean is over this rank's labels; give `num_items`, the number of labels of
 the whole batch, and sum over ranks.
@@ -97,7 +98,9 @@ class _Loss(torch.autograd.Function):
         head: Head,
     ) -> Tensor:
         needs = tuple(ctx.needs_input_grad[:3])
-        loss, ctx.grads = _run(hidden, labels, divisor, head, needs)
+        is_later = hidden.dtype is torch.float16
+        loss, found = _run(hidden, labels, divisor, head, (False,) * 3 if is_later else needs)
+        ctx.grads = None if is_later else found
         ctx.save_for_backward(hidden, weight, bias, labels, divisor)
         ctx.head = head
         return loss
@@ -109,21 +112,27 @@ class _Loss(torch.autograd.Function):
         found, ctx.grads = ctx.grads, None
         with torch.no_grad():
             if found is None:
-                _, found = _run(hidden, labels, divisor, ctx.head, tuple(ctx.needs_input_grad[:3]))
-            scaled = tuple(None if grad is None else grad.mul_(grads[0].to(grad.dtype)) for grad in found)
+                _, scaled = _run(hidden, labels, divisor, ctx.head, tuple(ctx.needs_input_grad[:3]), grads[0])
+            else:
+                scaled = tuple(None if grad is None else grad.mul_(grads[0].to(grad.dtype)) for grad in found)
         return (*without_second(no_second_derivative(_NAME), scaled), None, None, None)
 
 
 def _run(
-    hidden: Tensor, labels: Tensor, divisor: Tensor | None, head: Head, needs: tuple[bool, ...]
+    hidden: Tensor,
+    labels: Tensor,
+    divisor: Tensor | None,
+    head: Head,
+    needs: tuple[bool, ...],
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The loss, and its gradients where they are needed."""
+    """The loss, and its gradients times `scale` where they are needed."""
     with torch.autocast(hidden.device.type, enabled=False):
         buffer = head.buffer(len(hidden))
         wide = torch.float64 if hidden.dtype is torch.float64 else torch.float32
         total = torch.zeros((), dtype=wide, device=hidden.device)
         one = torch.ones((), dtype=wide, device=hidden.device)
-        factor = one if divisor is None else one / divisor
+        factor = (one if scale is None else scale.to(wide)) / (1 if divisor is None else divisor)
         grads = HeadGrads(head, hidden, needs)  # pyright: ignore[reportArgumentType]
         for where in head.tiles(len(hidden)):
             losses, state = head.losses(hidden[where], labels[where], buffer)

@@ -160,6 +160,19 @@ def test_halves_are_summed_in_fp32(reduction):
         torch.testing.assert_close(grad.double(), right, atol=0.02 * right.abs().max().item(), rtol=0.05)
 
 
+@pytest.mark.parametrize("scale", [65536.0, 2.0**26])  # of a GradScaler; fp16 ends at 65504
+def test_scaled_losses_of_fp16(scale):
+    hidden, weight, bias, labels = make(40, 11, True, torch.float16)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    num_items = int(scale)  # so that 1 / num_items is less than fp16 holds
+    loss = tiled_cross_entropy(hidden, weight, labels, bias=bias, num_items=num_items, tile=7)
+    found = torch.autograd.grad(loss * scale, [hidden, weight, bias])
+    expected = torch.autograd.grad(plain(*wide, labels).sum() / num_items * scale, wide)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype is torch.float16
+        assert (ours.double() - theirs).abs().max() < 5e-3 * theirs.abs().max()
+
+
 def test_autocast_decides_the_type_of_the_products():
     hidden, weight, _, labels = make(9, 5, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
