@@ -5,7 +5,7 @@ import torch
 
 from longmesh import hf
 from longmesh.errors import LongmeshError
-from longmesh.hf.visible import visible
+from longmesh.hf.batch_mask import visible
 from longmesh.testing import cpu_mesh
 
 LENGTH = 37

@@ -6,7 +6,7 @@ from torch import nn
 
 from longmesh import hf
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import current_look
+from longmesh.hf.open_batch import current_inspection
 from longmesh.testing import cpu_mesh
 
 LENGTH = 12
@@ -48,7 +48,9 @@ def make_model(kind: str):
     if kind == "states":
         decoder.register_forward_pre_hook(
             lambda module, args, kwargs: (
-                (args, {**kwargs, "encoder_states": torch.zeros(2, 5, 8)}) if current_look() is None else None
+                (args, {**kwargs, "encoder_states": torch.zeros(2, 5, 8)})
+                if current_inspection() is None
+                else None
             ),
             prepend=True,
             with_kwargs=True,

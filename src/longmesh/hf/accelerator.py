@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.comm import AxisGroup, collectives, comm_of
 from longmesh.errors import LongmeshError
-from longmesh.hf.batch import scope_arguments
 from longmesh.hf.scope import plan_ahead
+from longmesh.hf.whole_batch import scope_arguments
 
 _AXES = ("dp", "cp")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longmesh.hf.open_batch import OpenBatch, current_look, is_whole
+from longmesh.hf.open_batch import OpenBatch, current_inspection, is_whole
 from longmesh.hf.scores import CutBias
 
 
@@ -76,5 +76,5 @@ def _for_length(own: Callable[..., Tensor], batch: OpenBatch) -> Callable[..., T
 
 
 def _tokens(batch: OpenBatch) -> int:
-    look = current_look()
-    return batch.cut.num_tokens if look is None else look.tokens
+    inspection = current_inspection()
+    return batch.cut.num_tokens if inspection is None else inspection.tokens

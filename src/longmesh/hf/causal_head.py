@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import current_look
+from longmesh.hf.open_batch import current_inspection
 from longmesh.tiles import tiled_cross_entropy
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
@@ -42,7 +42,7 @@ def tiled_loss(model: nn.Module, part: Mapping[str, Any], num_items: int | Tenso
     caught: list[Tensor] = []
 
     def show_one(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if current_look() is not None:
+        if current_inspection() is not None:
             return None
         caught.append(args[0])
         return (args[0][:, -1:], *args[1:])

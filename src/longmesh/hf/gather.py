@@ -23,7 +23,7 @@ from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import OpenBatch, as_whole, current_look, is_whole
+from longmesh.hf.open_batch import OpenBatch, as_whole, current_inspection, is_whole
 from longmesh.hf.private import with_implementation
 
 
@@ -55,13 +55,13 @@ def run_gathered(module: nn.Module, name: str, batch: OpenBatch) -> Callable[[],
     had_own = "forward" in module.__dict__
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        look = current_look()
+        inspection = current_inspection()
         if is_whole():  # inside another such layer
             return forward(*args, **kwargs)
-        if look is not None:
-            _check_shapes(module, look.tokens, (args, kwargs))
+        if inspection is not None:
+            _check_shapes(module, inspection.tokens, (args, kwargs))
             with as_whole(), with_implementation(module, "eager"):
-                return _each_token(forward, args, kwargs, look.tokens)
+                return _each_token(forward, args, kwargs, inspection.tokens)
         return _whole(module, forward, args, kwargs, batch)
 
     module.forward = gathered
@@ -148,7 +148,7 @@ def _drawing_alike(module: nn.Module, batch: OpenBatch) -> Iterator[None]:
 
 def _check_shapes(module: nn.Module, tokens: int, given: Any) -> None:
     """Raise for what can't be gathered: tensors made from the number of tokens, such as a table of 2 * tokens relative
-    positions, and those with tokens in another dim. `tokens` is that of a look: no other size of the model."""
+    positions, and those with tokens in another dim. `tokens` is that of an inspection: no other size of the model."""
     made = {2 * tokens, 2 * tokens - 1, 2 * tokens + 1, tokens + 1}
     for value in tree_leaves(given):
         if not isinstance(value, Tensor) or isinstance(value, CutMask):
@@ -162,7 +162,7 @@ def _check_shapes(module: nn.Module, tokens: int, given: Any) -> None:
 
 
 def _each_token(forward: Callable[..., Any], args: Any, kwargs: Any, tokens: int) -> Any:
-    """While a model is looked at: the module on each token alone."""
+    """While a model is inspected: the module on each token alone."""
 
     def only(at: int) -> Callable[[Any], Any]:
         def pick(value: Any) -> Any:

@@ -24,7 +24,7 @@ from longmesh.hf.cached_attention import CachedLength, attend_cached, cached_mas
 from longmesh.hf.cached_keys import CachedKeys
 from longmesh.hf.gather import dense
 from longmesh.hf.mask_functions import mask_of
-from longmesh.hf.open_batch import as_whole, current_batch, current_look, is_fusing, is_whole
+from longmesh.hf.open_batch import as_whole, current_batch, current_inspection, is_fusing, is_whole
 
 NAME = "longmesh"
 
@@ -92,7 +92,7 @@ def attend(
             **kwargs,
         )
     _refuse_unknown(module, {"position_bias": position_bias, **kwargs})
-    if current_look() is not None:
+    if current_inspection() is not None:
         return token_by_token(query, key, value).transpose(1, 2).contiguous(), None
     refuse_reentrant_checkpoint()
     engine = _engine(cut, module, attention_mask, is_causal, sliding_window)
@@ -150,7 +150,7 @@ def attend_directly(
     cut: CutSequence, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """F.scaled_dot_product_attention of a model that calls it by itself."""
-    if current_look() is not None:
+    if current_inspection() is not None:
         return token_by_token(query, key, value)
     if is_whole():
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
@@ -165,7 +165,7 @@ def attend_in_module(*args: Any, **kwargs: Any) -> Any:
 
 
 def token_by_token(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """In place of attention while a model is looked at: depends on q, k and v of each token, and on no other token."""
+    """In place of attention while a model is inspected: depends on q, k and v of each token, and on no other token."""
     heads = query.shape[1] // key.shape[1]
     weight = query.float().sum(-1) + 2 * key.float().sum(-1).repeat_interleave(heads, 1)
     return value.repeat_interleave(heads, 1) * (1 + weight.tanh()).to(value.dtype)[..., None]
@@ -213,9 +213,9 @@ def mask_tensor(
             **kwargs,
         )
     mask = mask_of(mask_function, batch) or masks.full()
-    if is_whole() and not is_fusing() and batch is not None and current_look() is None:
+    if is_whole() and not is_fusing() and batch is not None and current_inspection() is None:
         return dense(mask, batch)
-    is_known = is_fusing() or current_look() is not None
+    is_known = is_fusing() or current_inspection() is not None
     if not is_known and attention_mask is not None and not bool(attention_mask.all()):
         raise LongmeshError(
             "a padding mask inside hf.context_parallel: pass it in the batch given to the scope, which cuts it"

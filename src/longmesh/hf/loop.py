@@ -33,11 +33,11 @@ except ImportError as error:
 
 from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, same_batch, sum_over, use_mesh
-from longmesh.hf.batch import scope_arguments
 from longmesh.hf.interface import NAME, register
 from longmesh.hf.loss import IGNORED
 from longmesh.hf.open_batch import current_batch
 from longmesh.hf.scope import context_parallel
+from longmesh.hf.whole_batch import scope_arguments
 from longmesh.plan import Cluster
 
 

@@ -19,10 +19,10 @@ import torch
 from longmesh.attention import masks
 from longmesh.attention.mask.band import Band
 from longmesh.errors import LongmeshError
+from longmesh.hf.batch_mask import run_lengths
 from longmesh.hf.open_batch import OpenBatch
 from longmesh.hf.private import read_mask_function, remaps_packed
 from longmesh.hf.token_blocks import NOTHING, block_mask
-from longmesh.hf.visible import run_lengths
 
 
 def mask_of(function: Callable[..., Any], batch: OpenBatch | None) -> masks.Mask | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from longmesh._torch import own_buffers
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import Look, set_look
+from longmesh.hf.open_batch import Inspection, set_inspection
 
 
 @dataclass
@@ -80,7 +80,7 @@ def observe(model: nn.Module, given: dict[str, Tensor]) -> Run:
 
     handles = [module.register_forward_hook(leave, with_kwargs=True) for module in names]
     handles += [module.register_forward_pre_hook(enter) for module in names]
-    set_look(Look(tokens, rows, given.get("position_ids")))
+    set_inspection(Inspection(tokens, rows, given.get("position_ids")))
     try:
         model(**_accepted(model, {**given, "use_cache": False}))
     except Exception as error:
@@ -88,7 +88,7 @@ def observe(model: nn.Module, given: dict[str, Tensor]) -> Run:
         why = str(error) if isinstance(error, LongmeshError) else f"{type(error).__name__}: {error}"
         raise CannotRun(inner, names[inner], why) from error
     finally:
-        set_look(None)
+        set_inspection(None)
         for handle in handles:
             handle.remove()
     return run

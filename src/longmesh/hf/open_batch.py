@@ -132,8 +132,8 @@ class OpenBatch:
 
 
 @dataclass(frozen=True)
-class Look:
-    """A model is only looked at: attention sees each token alone. `positions`: those it was given, if any."""
+class Inspection:
+    """A model is only inspected: attention sees each token alone. `positions`: those it was given, if any."""
 
     tokens: int
     rows: int
@@ -141,7 +141,7 @@ class Look:
 
 
 _batch: ContextVar[OpenBatch | None] = ContextVar("longmesh_hf_batch", default=None)
-_look: ContextVar[Look | None] = ContextVar("longmesh_hf_look", default=None)
+_inspection: ContextVar[Inspection | None] = ContextVar("longmesh_hf_inspection", default=None)
 _whole: ContextVar[bool] = ContextVar("longmesh_hf_whole", default=False)
 _fusing: ContextVar[bool] = ContextVar("longmesh_hf_fusing", default=False)
 
@@ -150,17 +150,17 @@ def current_batch() -> OpenBatch | None:
     return _batch.get()
 
 
-def current_look() -> Look | None:
-    """Not None while a model is only looked at."""
-    return _look.get()
+def current_inspection() -> Inspection | None:
+    """Not None while a model is only inspected."""
+    return _inspection.get()
 
 
 def set_batch(batch: OpenBatch | None) -> None:
     _batch.set(batch)
 
 
-def set_look(look: Look | None) -> None:
-    _look.set(look)
+def set_inspection(inspection: Inspection | None) -> None:
+    _inspection.set(inspection)
 
 
 def is_whole() -> bool:

@@ -1,7 +1,7 @@
 """Positions of a batch that gives none: those that the model would count, on the whole sequence.
 
 Most models count 0, 1, 2, ... Some count from 1, some skip padding, and the roberta family counts tokens that are not
-padding from padding_idx + 1. Which rule a model follows is found by looking at it (look.py), not by its name.
+padding from padding_idx + 1. Which rule a model follows is found by inspecting it (inspection.py), not by its name.
 
 A module that embeds positions may count them by itself and never hear of position_ids. If its forward takes
 `position_ids`, a hook gives it this rank's.

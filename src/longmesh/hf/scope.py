@@ -21,9 +21,9 @@ from longmesh.errors import LongmeshError
 from longmesh.hf.interface import attend_directly, attend_in_module
 from longmesh.hf.loss import SharedLoss
 from longmesh.hf.mixers.bind import is_mixer
+from longmesh.hf.model_hooks import watch_models
 from longmesh.hf.open_batch import OpenBatch, current_batch, set_batch
 from longmesh.hf.scores import HANDLERS
-from longmesh.hf.watch import watch_models
 from longmesh.hf.whole_batch import WholeBatch
 from longmesh.plan import Cluster
 
@@ -85,7 +85,7 @@ def context_parallel(
 
     With pixel_values and the like the model gets all tokens, and the sequence is cut where its language model begins.
 
-    A model is looked at before its first step: a layer that mixes tokens in a way that can't be cut is refused by name.
+    A model is inspected before its first step: a layer that mixes tokens in a way that can't be cut is refused by name.
     `unknown="gather"` runs such layers on the whole sequence, on every rank, and warns of the memory.
 
     Rows of fewer than two tokens a rank are padded on the right.

@@ -20,12 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longmesh._torch import base_of, no_subclass_functions
+from longmesh._torch import no_subclass_functions
 from longmesh.attention import masks
 from longmesh.attention.scope.cut_mask import CutMask
-from longmesh.errors import LongmeshError
 from longmesh.hf.interface import token_by_token
-from longmesh.hf.open_batch import current_batch, current_look
+from longmesh.hf.open_batch import current_batch, current_inspection
+from longmesh.hf.written_masks import (
+    band_of_buffer,
+    hides_keys,
+    hides_triangle,
+    is_low,
+    not_known,
+    num_tokens,
+)
 
 _on: ContextVar[bool] = ContextVar("longmesh_hf_scores", default=False)
 
@@ -73,7 +80,7 @@ class CutBias(torch.Tensor):
             return found
         if name in ("__getitem__", "to", "contiguous") and found.shape[-1] == args[0].shape[-1]:
             return CutBias.of(args[0].whole, tuple(found.shape))
-        raise _unknown(name)
+        raise not_known(name)
 
 
 class Scores(torch.Tensor):
@@ -95,7 +102,7 @@ class Scores(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         handler = _HANDLERS.get(name)
         if handler is None:
-            raise _unknown(name)
+            raise not_known(name)
         return handler(name, func, args, kwargs or {})
 
 
@@ -130,7 +137,7 @@ def added_product(func: Callable[..., Any]) -> Callable[..., Any]:
             return _add("baddbmm", func, (scores, bias), {})
         if type(bias) is Tensor and (beta == 0 or not bool(bias.any())):
             return scores
-        raise _unknown("baddbmm")
+        raise not_known("baddbmm")
 
     return multiply
 
@@ -142,15 +149,8 @@ HANDLERS = {
 }
 
 
-def _tokens() -> int:
-    look, batch = current_look(), current_batch()
-    if look is not None:
-        return look.tokens
-    return -1 if batch is None else batch.cut.num_tokens
-
-
 def _multiplies_tokens(a: Tensor, b: Tensor) -> bool:
-    tokens = _tokens()
+    tokens = num_tokens()
     return a.ndim >= 3 and a.ndim == b.ndim and a.shape[-2] == tokens and b.shape[-1] == tokens
 
 
@@ -158,12 +158,12 @@ def _finish(scores: Scores, v: Tensor) -> Tensor:
     """Probabilities times values."""
     asked = scores.attention
     if not asked.is_softmax:
-        raise _unknown("matmul before softmax")
-    look, batch = current_look(), current_batch()
+        raise not_known("matmul before softmax")
+    inspection, batch = current_inspection(), current_batch()
     assert batch is not None, "scores are recognised in a scope only"
-    rows = batch.rows if look is None else look.rows
+    rows = batch.rows if inspection is None else inspection.rows
     q, k, v4 = (t.reshape(rows, -1, *t.shape[-2:]) for t in (asked.q, asked.k, v))
-    if look is not None:
+    if inspection is not None:
         out = token_by_token(q, k, v4)
     else:
         out = batch.cut.engine_with(asked.mask or masks.full())(
@@ -183,12 +183,6 @@ def _for_rows(bias: Tensor, q: Tensor) -> Tensor:
     return bias.reshape(-1, q.shape[1], *bias.shape[-2:]).to(q.dtype)
 
 
-def _unknown(name: str) -> LongmeshError:
-    return LongmeshError(
-        f"attention that the model computes by itself does something with its scores that is not known ({name})"
-    )
-
-
 def _read(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with no_subclass_functions():
         return func(*args, **kwargs)
@@ -206,7 +200,7 @@ def _reshape(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     with no_subclass_functions():
         shape = tuple(func(*args, **kwargs).shape)
     if shape[-2:] != tuple(args[0].shape[-2:]):
-        raise _unknown(name)
+        raise not_known(name)
     return _with(args[0], shape)
 
 
@@ -214,14 +208,14 @@ def _scale(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     scores, factor = args if isinstance(args[0], Scores) else (args[1], args[0])
     inverse = "div" in name
     if not isinstance(scores, Scores) or scores.attention.is_softmax or (inverse and scores is not args[0]):
-        raise _unknown(name)
+        raise not_known(name)
     if isinstance(factor, Tensor) and factor.numel() != 1:
         if inverse or scores.attention.mask is not None:
-            raise _unknown(name)
-        return _changed(name, scores, mask=_band(factor, name), is_zeroed=True)
+            raise not_known(name)
+        return _changed(name, scores, mask=band_of_buffer(factor, name), is_zeroed=True)
     by = 1 / float(factor) if inverse else float(factor)
     if by <= 0 or scores.attention.bias is not None:
-        raise _unknown(name)
+        raise not_known(name)
     return _changed(name, scores, scale=scores.attention.scale * by)
 
 
@@ -236,107 +230,54 @@ def _changed(name: str, scores: Scores, **changes: Any) -> Scores:
 def _add(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     scores, other = args if isinstance(args[0], Scores) else (args[1], args[0])
     if not isinstance(scores, Scores) or scores.attention.is_softmax or kwargs:
-        raise _unknown(name)
+        raise not_known(name)
     asked = scores.attention
     if isinstance(other, CutMask):
         return _changed(name, scores, mask=other.mask if asked.mask is None else asked.mask & other.mask)
     if isinstance(other, CutBias) and asked.bias is None:
         return _changed(name, scores, bias=other.whole)
-    if current_look() is not None and _hides_keys(other):
+    if current_inspection() is not None and hides_keys(other):
         return scores  # of padding, which a scope gives to the engine
-    if asked.is_zeroed and type(other) is Tensor and _hides_triangle(other):
+    if asked.is_zeroed and type(other) is Tensor and hides_triangle(other):
         return _changed(name, scores, is_zeroed=False)
-    raise _unknown(name)
+    raise not_known(name)
 
 
 def _only_where(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """where(triangle, scores, lowest)."""
     shown, scores, lowest = args
-    if not isinstance(scores, Scores) or scores.attention.is_softmax or not _is_low(lowest):
-        raise _unknown(name)
-    band, before = _band(shown, name), scores.attention.mask
+    if not isinstance(scores, Scores) or scores.attention.is_softmax or not is_low(lowest):
+        raise not_known(name)
+    band, before = band_of_buffer(shown, name), scores.attention.mask
     return _with(scores, mask=band if before is None else before & band)
 
 
 def _fill(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """masked_fill(nothing, lowest), or of a mask that was made for adding: not 0 where it hides."""
     scores, hidden, lowest = args
-    if not isinstance(scores, Scores) or scores.attention.is_softmax or not _is_low(lowest):
-        raise _unknown(name)
+    if not isinstance(scores, Scores) or scores.attention.is_softmax or not is_low(lowest):
+        raise not_known(name)
     if isinstance(hidden, CutMask):
         before = scores.attention.mask
         return _changed(name, scores, mask=hidden.mask if before is None else before & hidden.mask)
-    if type(hidden) is not Tensor or (bool(hidden.any()) and current_look() is None):
-        raise _unknown(name)
+    if type(hidden) is not Tensor or (bool(hidden.any()) and current_inspection() is None):
+        raise not_known(name)
     if bool((hidden != hidden[..., :1, :]).any()):
-        raise _unknown(name)
+        raise not_known(name)
     return scores
 
 
 def _like(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(args[0], Scores):
-        raise _unknown(name)
+        raise not_known(name)
     return args[0].expand(args[1].shape)
-
-
-def _is_low(number: Any) -> bool:
-    return (not isinstance(number, Tensor) or number.numel() == 1) and float(number) <= -1e4
-
-
-def _band(shown: Any, name: str) -> masks.Mask:
-    """The causal mask or window of a buffer that a model keeps for its longest sequence and slices.
-
-    The whole buffer is asked, not the slice: a window that is longer than this rank's part looks causal there.
-    """
-    batch = current_batch()
-    base = base_of(shown) if isinstance(shown, Tensor) else None
-    if base is None or batch is None or base.ndim < 2:
-        raise _unknown(name)
-    length, tokens = batch.length, _tokens()
-    seen = base.reshape(-1, *base.shape[-2:])
-    if len(seen) != 1 or min(seen.shape[-2:]) < length or not _is_corner(shown, base, tokens):
-        raise _unknown(name)
-    seen = seen[0, :length, :length].bool()
-    window = int(seen[-1].sum())
-    at = torch.arange(length, device=seen.device)
-    band = masks.causal() if window == length else masks.sliding_window(window - 1)
-    if window < 1 or not bool((band.visible(0, 0, at[:, None], at) == seen).all()):
-        raise _unknown(name)
-    return band
-
-
-def _is_corner(shown: Tensor, base: Tensor, tokens: int) -> bool:
-    """Whether this is base[..., :tokens, :tokens]."""
-    square = tuple(shown.shape[-2:]) == (tokens, tokens) and shown.numel() == tokens**2
-    return (
-        square
-        and shown.storage_offset() == base.storage_offset()
-        and shown.stride()[-2:] == base.stride()[-2:]
-    )
-
-
-def _hides_keys(added: Any) -> bool:
-    """Whether a tensor is 0 or low, for the same keys of all queries."""
-    return (
-        type(added) is Tensor and added.shape[-2:-1] == (1,) and bool(((added == 0) | (added <= -1e4)).all())
-    )
-
-
-def _hides_triangle(added: Tensor) -> bool:
-    """Whether a tensor is 0 for keys up to the query, and low behind."""
-    tokens = added.shape[-1]
-    shown = torch.ones(tokens, tokens, dtype=torch.bool, device=added.device).tril()
-    flat = added.reshape(-1, *added.shape[-2:])
-    return (
-        flat.shape[-2] == tokens and not bool(flat[:, shown].any()) and bool((flat[:, ~shown] <= -1e4).all())
-    )
 
 
 def _softmax(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     scores = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if dim not in (-1, scores.ndim - 1) or scores.attention.is_softmax or scores.attention.is_zeroed:
-        raise _unknown(name)
+        raise not_known(name)
     return _with(scores, is_softmax=True)
 
 
@@ -344,7 +285,7 @@ def _dropout(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
     p = given.get("p", 0.5) if given.get("training", True) else 0.0
     if not args[0].attention.is_softmax:
-        raise _unknown(name)
+        raise not_known(name)
     return _with(args[0], dropout=p)
 
 
@@ -352,13 +293,13 @@ def _lower_bound(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwa
     """max(scores, lowest number): nothing that attention sees."""
     scores, bound = args
     if not isinstance(bound, Tensor) or bound.numel() != 1 or float(bound) > -1e4:
-        raise _unknown(name)
+        raise not_known(name)
     return scores
 
 
 def _times_values(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], Scores):
-        raise _unknown(name)
+        raise not_known(name)
     return _finish(args[0], args[1])
 
 

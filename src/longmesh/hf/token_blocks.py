@@ -15,7 +15,7 @@ from longmesh.attention import masks
 from longmesh.attention.mask.band import Band
 from longmesh.errors import LongmeshError
 from longmesh.hf.everywhere import true_everywhere
-from longmesh.hf.open_batch import OpenBatch, current_look, is_fusing
+from longmesh.hf.open_batch import OpenBatch, current_inspection, is_fusing
 
 NOTHING = Band(lo=1, hi=0)  # no token sees any
 NAMES = ("token_type_ids", "mm_token_type_ids")
@@ -38,7 +38,7 @@ RULES: tuple[Callable[[Tensor], Tensor], ...] = (image_blocks, prompt_block)
 
 def block_mask(local: Tensor, batch: OpenBatch | None) -> masks.Mask:
     """Who sees whom inside blocks, from the numbers that a model gave this rank's tokens. Collective."""
-    if current_look() is not None:
+    if current_inspection() is not None:
         return masks.full()
     types = None if batch is None else batch.types
     if batch is not None and types is None and _has_none(local, batch):

@@ -30,12 +30,12 @@ except ImportError as error:
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, axis_size, same_batch, sum_over, use_mesh
-from longmesh.hf.batch import scope_arguments
 from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.loop import plain_model, set_attention
 from longmesh.hf.open_batch import current_batch
 from longmesh.hf.private import TrainerHooks, shifts_labels
 from longmesh.hf.scope import context_parallel
+from longmesh.hf.whole_batch import scope_arguments
 from longmesh.plan import Cluster
 
 _FEW_BYTES = 2**30

@@ -1,6 +1,6 @@
 """hf.verify: one short batch whole and cut, loss and gradients compared, and the first layer at which they part.
 
-Looking at a model (look.py) tells what mixes tokens. This tells whether the numbers are right: call it once for a
+Inspecting a model (inspection.py) tells what mixes tokens. This tells whether the numbers are right: call it once for a
 model that is new to you, before a long run.
 """
 
@@ -20,7 +20,7 @@ from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 from longmesh.hf.interface import NAME
-from longmesh.hf.open_batch import current_batch, current_look
+from longmesh.hf.open_batch import current_batch, current_inspection
 from longmesh.hf.private import implementation_of
 from longmesh.hf.scope import context_parallel
 
@@ -174,7 +174,7 @@ def _outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     def keep(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) and output else output
-            if type(first) is Tensor and current_look() is None:
+            if type(first) is Tensor and current_inspection() is None:
                 found.setdefault(name, first.detach())
 
         return hook

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from longmesh.attention import masks
 from longmesh.errors import LongmeshError
-from longmesh.hf.fused import features_of
+from longmesh.hf.batch_mask import document_lengths, visible
+from longmesh.hf.cut_at_decoder import features_of
 from longmesh.hf.token_blocks import NAMES
-from longmesh.hf.visible import document_lengths, visible
 
 CUT = ("input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", *NAMES)
 _INSTEAD = {
     "shift_labels": "; give labels, which are shifted before the cut",
     "cu_seq_lens_q": "; give cu_seqlens=, or position_ids that start again",
 }
+# Bounds of packed documents as flash attention wants them; a scope needs one of them, and the model none.
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _NO_ID = -2  # of tokens that are given as embeddings: no token and no padding
 
 
@@ -116,6 +118,13 @@ class WholeBatch:
     def documents(self, *, apart: bool) -> list[list[int]]:
         """The lengths of each row's documents; `apart`: padding is documents of its own."""
         return document_lengths(self.padding, self.in_order, self.cu_seqlens, apart=apart)
+
+
+def scope_arguments(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A collator's batch without bounds of documents, and the options of `context_parallel` that say the same."""
+    rest = {name: value for name, value in batch.items() if name not in _BOUNDS}
+    bounds = batch.get("cu_seq_lens_q")
+    return rest, {} if bounds is None else {"cu_seqlens": bounds}
 
 
 def _refuse_uncut(batch: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from longmesh import hf
 from longmesh.attention.mask.band import Band
 from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.errors import LongmeshError
-from longmesh.hf import accelerator, called, gather, interface, loop, loss, scores, token_blocks
+from longmesh.hf import accelerator, call_checks, gather, interface, loop, loss, scores, token_blocks
 
 LABELS = torch.tensor([[3, 4, 5]])
 WHOLE = SimpleNamespace(shard=lambda tensor, dim: tensor)  # an engine of one rank
@@ -95,7 +95,7 @@ def blocks(types: torch.Tensor | None) -> Any:
             "can't be gathered",
         ),
         (
-            lambda: called.refuse_zero_padding(ZeroPadding(), padded()),
+            lambda: call_checks.refuse_zero_padding(ZeroPadding(), padded()),
             "ZeroPadding embeds padding as zeros and divides by the size of hidden states, .* pad with another token",
         ),
         (

@@ -23,7 +23,7 @@ def causal_conv1d_fn(
 
     layers = current_recurrence(through_padding=through_padding)
     x = hidden_states.to(weight.dtype)
-    if layers is None:  # looked at: each token alone
+    if layers is None:  # inspected: each token alone
         out = x * weight.sum(-1)[:, None]
         out = out if bias is None else out + bias[:, None]
     else:

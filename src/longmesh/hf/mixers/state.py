@@ -1,4 +1,4 @@
-"""Which recurrence a mixer's kernels belong to: that of the open batch, or none while a model is looked at."""
+"""Which recurrence a mixer's kernels belong to: that of the open batch, or none while a model is inspected."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import current_batch, current_look, is_whole
+from longmesh.hf.open_batch import current_batch, current_inspection, is_whole
 from longmesh.recurrent import RecurrentParallel
 
 
 def current_recurrence(*, through_padding: bool = False) -> RecurrentParallel | None:
-    """None while a model is only looked at: each token is then computed alone.
+    """None while a model is only inspected: each token is then computed alone.
 
     `through_padding`: of a layer that knows no padding, whose state runs through that on the left into the tokens.
     """
-    if current_look() is not None:
+    if current_inspection() is not None:
         return None
     batch = current_batch()
     assert batch is not None, "mixers are bound inside a scope only"
@@ -26,7 +26,7 @@ def current_recurrence(*, through_padding: bool = False) -> RecurrentParallel | 
 
 
 def tokens_alone(value: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """In place of a recurrence while a model is looked at: depends on all of a token, and on no other token."""
+    """In place of a recurrence while a model is inspected: depends on all of a token, and on no other token."""
     weight = torch.zeros(value.shape[:3], dtype=torch.float32, device=value.device)
     for factor, other in enumerate(others, 2):
         per_head = other.float() if other.ndim == 3 else other.float().sum(-1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import OpenBatch, current_look, set_fusing
+from longmesh.hf.open_batch import OpenBatch, current_inspection, set_fusing
 
 _OF_TOKENS = ("inputs_embeds", "attention_mask", "labels")
 
@@ -45,13 +45,13 @@ def cut_at_decoder(model: Any, batch: OpenBatch) -> Callable[[], None]:
     undo = ExitStack()
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if current_look() is not None:
+        if current_inspection() is not None:
             return None
         set_fusing(False)
         return (), cut_arguments(module, args, kwargs, batch)
 
     def leave(*args: Any) -> None:
-        set_fusing(current_look() is None)
+        set_fusing(current_inspection() is None)
 
     for handle in (
         decoder.register_forward_pre_hook(enter, with_kwargs=True),

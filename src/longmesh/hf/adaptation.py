@@ -1,6 +1,6 @@
 """What is done to a model inside a scope, and undone after it: hooks and forwards of single modules, no patches.
 
-A `Treatment` is found by looking at a model (look.py) and holds for all its steps.
+An `Adaptation` is found by inspecting a model (inspection.py) and holds for all its steps.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.hf import alibi, positions, rope, scores
-from longmesh.hf.called import check_inputs
-from longmesh.hf.fused import cut_at_decoder
+from longmesh.hf.call_checks import check_inputs
+from longmesh.hf.cut_at_decoder import cut_at_decoder
 from longmesh.hf.gather import run_gathered
 from longmesh.hf.mixers.bind import bind_mixer, is_mixer
-from longmesh.hf.open_batch import OpenBatch, current_look, is_fusing, is_whole
+from longmesh.hf.open_batch import OpenBatch, current_inspection, is_fusing, is_whole
 
 
 @dataclass(frozen=True)
-class Treatment:
+class Adaptation:
     """`rule`: how the model counts positions. `scores`: classes of modules that compute attention by themselves.
     `gathered`: classes of modules that run on the whole sequence."""
 
@@ -34,16 +34,16 @@ class Treatment:
         return [(name, module) for name, module in model.named_modules() if type(module) in classes]
 
 
-def treat(model: nn.Module, treatment: Treatment, batch: OpenBatch) -> ExitStack:
+def adapt(model: nn.Module, adaptation: Adaptation, batch: OpenBatch) -> ExitStack:
     """Prepare a model for this batch. Closing what is returned leaves it as it was."""
     undo = ExitStack()
 
     def local_positions() -> Tensor | None:
-        look = current_look()
-        if is_fusing() or (is_whole() and (look is not None or not batch.has_positions)):
+        inspection = current_inspection()
+        if is_fusing() or (is_whole() and (inspection is not None or not batch.has_positions)):
             return None  # a module that sees all tokens counts them by itself
-        if look is not None:
-            return None if look.positions is None else look.positions.expand(look.rows, -1)
+        if inspection is not None:
+            return None if inspection.positions is None else inspection.positions.expand(inspection.rows, -1)
         return batch.positions if is_whole() else batch.local_positions
 
     def longest() -> int:
@@ -64,13 +64,13 @@ def treat(model: nn.Module, treatment: Treatment, batch: OpenBatch) -> ExitStack
             for handle in rope.give_length(module, longest):
                 undo.callback(handle.remove)
         undo.callback(alibi.give_bias(module, batch))
-    for _, module in treatment.of_class(model, treatment.scores):
+    for _, module in adaptation.of_class(model, adaptation.scores):
         for handle in (
             module.register_forward_pre_hook(_switch(True)),
             module.register_forward_hook(_switch(False), always_call=True),
         ):
             undo.callback(handle.remove)
-    for name, module in treatment.of_class(model, treatment.gathered):
+    for name, module in adaptation.of_class(model, adaptation.gathered):
         undo.callback(run_gathered(module, name, batch))
     return undo
 

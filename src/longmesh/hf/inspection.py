@@ -1,4 +1,4 @@
-"""Looking at a model before its first step: does any layer mix tokens other than by our attention?
+"""Inspecting a model before its first step: does any layer mix tokens other than by our attention?
 
 The model is run twice on a few tokens of the batch, without gradients, with attention replaced by something that sees
 each token alone. The second time some tokens are others, and the rest come in another order, each with its position.
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from longmesh.errors import LongmeshError
-from longmesh.hf.called import refuse_kind, refuse_zero_padding
+from longmesh.hf.adaptation import Adaptation, adapt
+from longmesh.hf.call_checks import refuse_kind
 from longmesh.hf.observed_run import Call, CannotRun, Run, observe, quiet
 from longmesh.hf.open_batch import OpenBatch
 from longmesh.hf.positions import RULES, padding_id
-from longmesh.hf.treat import Treatment, treat
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)
@@ -42,22 +42,21 @@ class _Culprit(Exception):
         self.module = module
 
 
-def look_at(model: nn.Module, batch: OpenBatch, gather: bool = False) -> Treatment:
+def inspect_model(model: nn.Module, batch: OpenBatch, gather: bool = False) -> Adaptation:
     """How to run the model over a cut sequence, so that it computes what it computes over a whole one; else raise.
 
     `gather`: layers that can't be cut may run on the whole sequence.
     """
     refuse_kind(model)
-    refuse_zero_padding(model, batch)
     _refuse_sparse(model, batch.length)
-    treatment = Treatment()
+    adaptation = Adaptation()
     while True:
         try:
-            with quiet(model), treat(model, treatment, batch):
+            with quiet(model), adapt(model, adaptation, batch):
                 _look_for_mixing(model, batch)
-                return replace(treatment, rule=_find_rule(model, batch))
+                return replace(adaptation, rule=_find_rule(model, batch))
         except _Culprit as culprit:
-            treatment = _next(model, treatment, culprit, gather)
+            adaptation = _next(model, adaptation, culprit, gather)
 
 
 def _refuse_sparse(model: nn.Module, length: int) -> None:
@@ -74,7 +73,7 @@ def _refuse_sparse(model: nn.Module, length: int) -> None:
                 )
 
 
-def _next(model: nn.Module, before: Treatment, culprit: _Culprit, gather: bool) -> Treatment:
+def _next(model: nn.Module, before: Adaptation, culprit: _Culprit, gather: bool) -> Adaptation:
     """What to try for a layer that mixes tokens: it computes attention by itself; or it is gathered; or, since it is
     given what was made from this rank's tokens, the module around it is."""
     module = culprit.module

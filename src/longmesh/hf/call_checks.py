@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longmesh.errors import LongmeshError
 from longmesh.hf.interface import NAME
 from longmesh.hf.mixers.bind import is_mixer
-from longmesh.hf.open_batch import OpenBatch, current_look, is_whole
+from longmesh.hf.open_batch import OpenBatch, current_inspection, is_whole
 from longmesh.hf.private import implementation_of
 from longmesh.hf.whole_batch import CUT
 
@@ -52,10 +52,10 @@ def refuse_zero_padding(model: Any, batch: OpenBatch) -> None:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raise for a compiled model, which can be neither looked at nor given this rank's positions."""
+    """Raise for a compiled model, which can be neither inspected nor given this rank's positions."""
     raise LongmeshError(
         f"hf.context_parallel: {type(model).__name__} is compiled (torch.compile, torch_compile=True), so it can't be "
-        "looked at before its first step; run it without torch.compile"
+        "inspected before its first step; run it without torch.compile"
     )
 
 
@@ -64,13 +64,13 @@ def _attends(module: nn.Module) -> bool:
 
 
 def check_inputs(model: nn.Module, batch: OpenBatch) -> Callable[[], None]:
-    """Look at what the model inside is called with, before it runs. Returns what undoes it."""
+    """Check what the model inside is called with, before it runs. Returns what undoes it."""
     undo = ExitStack()
     inner: nn.Module = getattr(model, "base_model", model)
     signature = inspect.signature(inner.forward)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if current_look() is None and not is_whole():
+        if current_inspection() is None and not is_whole():
             given = signature.bind_partial(*args, **kwargs).arguments
             _refuse_inputs(model, {**given, **given.get("kwargs", {})}, batch)
 

@@ -1,4 +1,4 @@
-"""Which models run in a scope, so that none runs unseen: each is looked at before its first step.
+"""Which models run in a scope, so that none runs unseen: each is inspected before its first step.
 
 A scope is not told which model will be called in it. torch calls a hook before every module's forward; ours acts on the
 outermost transformers model. What it found is kept, so later steps only put it to work.
@@ -16,24 +16,24 @@ import torch
 from torch import nn
 
 from longmesh._torch import compiled_module, watch_modules
-from longmesh.hf.called import refuse_compiled, refuse_loss, refuse_options
+from longmesh.hf.adaptation import Adaptation, adapt
+from longmesh.hf.call_checks import refuse_compiled, refuse_loss, refuse_options, refuse_zero_padding
 from longmesh.hf.gather import warn_of_memory
-from longmesh.hf.look import look_at
-from longmesh.hf.open_batch import OpenBatch, current_look, set_fusing
+from longmesh.hf.inspection import inspect_model
+from longmesh.hf.open_batch import OpenBatch, current_inspection, set_fusing
 from longmesh.hf.positions import padding_id
 from longmesh.hf.private import implementation_of
 from longmesh.hf.router import share_router_loss
-from longmesh.hf.treat import Treatment, treat
 
 Kind = tuple[bool, bool, bool, str | None]
 # What was found for a model, by whether the batch has positions, padding, whether layers may be gathered, and the
 # attention implementation.
-_found: weakref.WeakKeyDictionary[nn.Module, dict[Kind, Treatment]] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[nn.Module, dict[Kind, Adaptation]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
-    """Look at every transformers model that this thread calls, and treat it as long as this is open."""
+    """Inspect every transformers model that this thread calls, and adapt it as long as this is open."""
     from transformers import PreTrainedModel
 
     thread = threading.get_ident()
@@ -43,7 +43,7 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
     def is_ours(module: nn.Module) -> bool:
         if torch.compiler.is_compiling() or not isinstance(module, PreTrainedModel):
             return False
-        return threading.get_ident() == thread and current_look() is None
+        return threading.get_ident() == thread and current_inspection() is None
 
     def before(module: nn.Module, args: Any) -> None:
         if isinstance(compiled_module(module), PreTrainedModel):
@@ -52,11 +52,12 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
             return
         outermost.append(module)
         if len(outermost) == 1:
-            treatment = treatment_of(module, batch, gather)
-            batch.count_positions(treatment.rule, padding_id(module))
+            refuse_zero_padding(module, batch)
+            adaptation = adaptation_of(module, batch, gather)
+            batch.count_positions(adaptation.rule, padding_id(module))
             if module not in prepared:
                 prepared[module] = None
-                undo.push(treat(module, treatment, batch))
+                undo.push(adapt(module, adaptation, batch))
             set_fusing(bool(batch.features))
             if batch.loss is not None:
                 batch.loss.in_model, batch.loss.was_called = True, False
@@ -82,12 +83,12 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
         yield
 
 
-def treatment_of(model: nn.Module, batch: OpenBatch, gather: bool) -> Treatment:
+def adaptation_of(model: nn.Module, batch: OpenBatch, gather: bool) -> Adaptation:
     """How to run this model on such a batch, looked up or found."""
     kind = (batch.has_positions, batch.padding is not None, gather, implementation_of(model))
     known = _found.setdefault(model, {})
     if kind not in known:
-        known[kind] = look_at(model, batch, gather)
+        known[kind] = inspect_model(model, batch, gather)
         gathered = known[kind].of_class(model, known[kind].gathered)
         if gathered:
             warn_of_memory(model, gathered, batch)
