@@ -77,7 +77,7 @@ packed documents (packed), padding on the right (right) and on the left (left).
 first step that names the layer. The last column is with `unknown="gather"`, which runs such layers on the whole
 sequence on every rank; on 2 ranks, for the same kinds of rows. `no reference`: for the kinds that are named, one
 process's own eager loss or gradients are not finite, so there is nothing to compare with. A model of another kind, or
-one of yours, is looked at in the same way when it is first called.
+one of yours, is inspected in the same way when it is first called.
 
 {counts}
 
