@@ -54,6 +54,21 @@ def draw_rope(draw: Draw) -> dict[str, Any]:
     }
 
 
+def draw_longrope(draw: Draw) -> dict[str, Any]:
+    """Head dims of 8. Which factors are used depends on the length."""
+    length = draw.choice((6, 30, 64))
+    return {
+        "original_max_position_embeddings": length,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+            "original_max_position_embeddings": length,
+        },
+    }
+
+
 def draw_window(draw: Draw) -> int:
     return draw.choice((1, 2, 5, 13, 30, 64))
 
@@ -199,10 +214,23 @@ FAMILIES: Families = {
         "scale_attn_weights": d.random() < 0.7,
         "reorder_and_upcast_attn": False,
     },
+    "phi3": lambda d: {
+        **draw_heads(d),
+        "head_dim": 8,
+        **draw_longrope(d),
+        "sliding_window": d.choice((None, draw_window(d))),
+    },
+    "phimoe": lambda d: {**draw_heads(d), "head_dim": 8, "sliding_window": d.choice((None, draw_window(d)))},
+    "jetmoe": lambda d: {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": d.random() < 0.5,
+        "aux_loss_coef": 0.1,
+    },
     "glm4": lambda d: {**draw_heads(d), "attention_bias": d.random() < 0.5},
     "exaone4": lambda d: {**draw_heads(d), **draw_layers(d, *_BOTH), "sliding_window": draw_window(d)},
 }
-KINDS = ("plain", "packed", "right", "left", "embeds")
+KINDS = ("plain", "packed", "right", "left", "embeds", "holes", "ones", "offset")
 
 
 def draw_config(seed: int, families: Families = FAMILIES) -> tuple[str, Any]:
@@ -228,10 +256,10 @@ def draw_model(config: Any, implementation: str) -> Any:
 
 
 def draw_batch(seed: int, ranks: int, width: int) -> tuple[str, dict[str, Tensor]]:
-    """A kind of batch, and one: 1 to 3 rows of `ranks` to 60 tokens, some of them without a label."""
+    """A kind of batch, and one: 1 to 3 rows of 2 to 60 tokens, some of them without a label."""
     draw, generator = random.Random(7919 * seed + 1), torch.Generator().manual_seed(seed)
     kind, rows = draw.choice(KINDS), draw.choice((1, 2, 3))
-    length = draw.choice((max(ranks, 3), 7, 16, 33, 60))
+    length = draw.choice((2, 3, 7, 16, 33, 60))
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     labels = ids.masked_fill(torch.rand(rows, length, generator=generator) < 0.2, -100)
     labels[:, -1] = ids[:, -1]
@@ -241,11 +269,19 @@ def draw_batch(seed: int, ranks: int, width: int) -> tuple[str, dict[str, Tensor
         lengths = [[b - a for a, b in zip([0, *c], [*c, length], strict=True) if b > a] for c in cuts]
         batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
         labels[batch["position_ids"] == 0] = -100
-    if kind in ("right", "left"):
-        mask = torch.ones(rows, length, dtype=torch.long)
+    if kind == "ones":  # with a mask, positions that start again are one document
+        batch["position_ids"] = torch.arange(length)[None] % max(2, length // 2)
+        batch["attention_mask"] = torch.ones(rows, length, dtype=draw.choice((torch.bool, torch.float32)))
+    if kind == "offset":
+        batch["position_ids"] = torch.arange(length)[None] + draw.choice((1, 40))
+    if kind in ("right", "left", "holes"):
+        mask = torch.ones(rows, length, dtype=draw.choice((torch.long, torch.bool, torch.float32)))
         for row in range(rows):
-            count = draw.randint(0, length - 2)
+            count = draw.randint(0, length - 2 if row == 0 else length)  # a row may be padding alone
             mask[row, slice(length - count, None) if kind == "right" else slice(0, count)] = 0
+        if kind == "holes":
+            mask[:] = torch.rand(rows, length, generator=generator) < 0.7
+            mask[:, 0] = 1
         after = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=1)
         labels = labels.masked_fill((mask == 0) | (after == 0), -100)
         batch |= {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
