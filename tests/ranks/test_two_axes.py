@@ -8,17 +8,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from longmesh.attention import Cheapest, ContextParallel, Hybrid, Ring, Sparse, Ulysses, masks
-from longmesh.attention.mask.axes import axes_of
 from longmesh.comm import record_comm
 from longmesh.testing.mesh import cpu_mesh
-from support.attention_reference import check_close, inputs, reference
+from support.attention_reference import check_close, inputs
+from support.two_axes import (
+    Case,
+    assert_exact_or_refused,
+    check_case,
+    every_fifth,
+    falling,
+    near_thirds,
+    run_drawn,
+)
 
 EXCHANGES = ("ring", "allgather", Ulysses(groups=2), Sparse(min_tokens=2), "cheapest", "auto")
 LAYOUTS = (  # of queries, of keys
@@ -33,71 +39,6 @@ EVERY = tuple(itertools.product(LAYOUTS, EXCHANGES))
 LENGTHS = ((5, 23), (23, 5), (1, 17), (11, 11), (2, 31), (0, 7), (7, 0))
 
 
-@dataclasses.dataclass
-class Case:
-    """One mask and shape for all layouts and exchanges of `choices`; `options` are those of the call."""
-
-    T: int
-    K: int
-    mask: masks.Mask
-    B: int = 1
-    H: int = 4
-    G: int = 2
-    D: int = 8
-    E: int = 8
-    dtype: torch.dtype = torch.float32
-    q_offset: int | None = None
-    choices: tuple = EVERY
-    v_in_k: bool = False
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def check_case(mesh_shape, case: Case) -> int:
-    """Raise if this rank's output or gradients are not the reference's. Collective."""
-    *qkv, dout = inputs(case.B, case.H, case.G, case.T, case.D, case.E, case.dtype, case.K)
-    if case.v_in_k:
-        qkv[2] = qkv[1][..., : case.E]
-    offset = axes_of(case.mask, case.T, case.K, case.q_offset).q_offset
-    want = reference(qkv, dout, case.mask, q_offset=offset, **case.options)
-    if case.v_in_k:
-        want[2][..., : case.E] += want.pop(3)
-    for (layout, kv_layout), exchange in case.choices:
-        cp = ContextParallel(
-            cpu_mesh(*mesh_shape),
-            seq_len=case.T,
-            kv_len=case.K,
-            q_offset=case.q_offset,
-            mask=case.mask,
-            layout=layout,
-            kv_layout=kv_layout,
-            exchange=exchange,
-            chunk=4,
-            num_heads=case.H,
-            num_kv_heads=case.G,
-            head_dim=case.D,
-            v_head_dim=case.E,
-            v_in_k=case.v_in_k,
-            dtype=case.dtype,
-        )
-        whole = qkv[:2] if case.v_in_k else qkv
-        cuts = [cp.shard, cp.shard_kv, cp.shard_kv][: len(whole)]
-        local = [cut(t, 2).clone().requires_grad_() for cut, t in zip(cuts, whole, strict=True)]
-        shared = {n: case.options[n].clone().requires_grad_() for n in ("bias", "sinks") if n in case.options}
-        out = cp(*local, **(case.options | shared))
-        grads = list(torch.autograd.grad(out, [*local, *shared.values()], cp.shard(dout, 2)))
-        for grad in grads[len(local) :]:
-            dist.all_reduce(grad)
-        cuts = [cp.shard, *cuts]
-        expected = [cut(t, 2) for cut, t in zip(cuts, want, strict=False)] + want[len(cuts) :]
-        for name, got, right in zip(
-            ("out", "dq", "dk", "dv", "shared", "shared"), (out, *grads), expected, strict=False
-        ):
-            check_close(f"{case} {layout} {kv_layout} {exchange} {name}", got, right, got.dtype)
-        check_close(f"{case} unshard", cp.unshard(out.detach(), 2), want[0], case.dtype)
-        check_close(f"{case} unshard_kv", cp.unshard_kv(grads[1], 2), want[2], case.dtype)
-    return len(case.choices)
-
-
 def check_cases(mesh_shape, cases: list[Case]) -> int:
     return sum(check_case(mesh_shape, case) for case in cases)
 
@@ -106,14 +47,6 @@ def on_ranks(pool, mesh_shape, cases: list[Case]) -> None:
     ranks = math.prod(mesh_shape)
     number = sum(len(case.choices) for case in cases)
     assert pool.run(check_cases, mesh_shape, cases, ranks=ranks, timeout=300.0) == [number] * ranks
-
-
-def near_thirds(b, h, i, j):
-    return ((i + j) % 3 == h % 2) & (j <= i)
-
-
-def every_fifth(b, h, i, j):
-    return (i * 3 + j + b) % 5 != 0
 
 
 def masks_for(T: int, K: int) -> list[masks.Mask]:
@@ -177,10 +110,6 @@ def test_options_number_queries_and_keys_by_themselves(pool):
         Case(13, 5, masks.documents([[5, 8], [13, 0]], kv_lengths=[[1, 4], [3, 2]]), B=2, choices=choices),
     ]
     on_ranks(pool, (2,), cases)
-
-
-def falling(score, b, h, i, j):
-    return score - (i - j).abs() / (h + 4)
 
 
 def check_lse(mesh_shape) -> bool:
@@ -300,3 +229,9 @@ def test_wrong_calls_are_errors_on_every_rank(pool):
     for said in pool.run(refuse, (2,), ranks=2):
         for text, part in zip(said, expected, strict=True):
             assert part in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_drawn_cases_are_exact_or_refused(pool, ranks):
+    seeds = list(range(ranks * 1000, ranks * 1000 + 25))
+    assert_exact_or_refused(pool.run(run_drawn, ranks, seeds, ranks=ranks, timeout=120.0), most_refused=0.3)
