@@ -37,6 +37,8 @@ _JOINT = {
     "encoder_hidden_states": "text",
     "txt_ids": "text",
 }
+# Models whose plans cut a text that only cross-attention reads: it stays whole, on every rank.
+_TEXT_STAYS_WHOLE = frozenset({"LTXVideoTransformer3DModel"})
 
 
 def context_parallel(pipeline_or_transformer: Any, mesh: DeviceMesh) -> Handle:
@@ -89,6 +91,13 @@ def _plan_of(model: nn.Module) -> dict[str, Any]:
             f"longmesh.diffusers.context_parallel: {name} does not say where its sequence can be cut (it has no plan "
             "of context parallelism); use ContextParallel in attention processors of your own"
         )
+    if name in _TEXT_STAYS_WHOLE:
+        plan = {
+            key: {k: how for k, how in inputs.items() if not str(k).startswith("encoder_")}
+            if isinstance(inputs, dict)
+            else inputs
+            for key, inputs in plan.items()
+        }
     cut = {key for inputs in plan.values() if isinstance(inputs, dict) for key in inputs}
     if "encoder_hidden_states" in cut and not _is_joint(plan):
         raise LongmeshError(

@@ -19,6 +19,7 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
     HeliosTransformer3DModel,
+    LTXVideoTransformer3DModel,
     MiniMaxH3Transformer3DModel,
     QwenImageTransformer2DModel,
     UNet2DModel,
@@ -70,6 +71,42 @@ def check(ranks: int, kind: type[nn.Module]) -> int:
 )
 def test_self_and_cross_attention_are_exact(pool, ranks, kind):
     assert pool.run(check, ranks, kind, ranks=ranks, timeout=120.0) == [3] * ranks
+
+
+def run_ltx(model: nn.Module, frames: int, text: int) -> list[torch.Tensor]:
+    """The output, and the gradients of the latents, the text and the parameters; the text's last word is padding."""
+    torch.manual_seed(1)
+    latents = torch.randn(1, frames * 3 * 5, 4, dtype=torch.float64, requires_grad=True)
+    words = torch.randn(1, text, 16, dtype=torch.float64, requires_grad=True)
+    seen = (torch.arange(text) < text - 1)[None].double()
+    sizes = {"num_frames": frames, "height": 3, "width": 5}
+    out = model(latents, words, torch.tensor([7]), seen, return_dict=False, **sizes)[0]
+    loss = (out * torch.randn(out.shape, dtype=out.dtype)).sum()
+    return [out.detach(), *torch.autograd.grad(loss, [latents, words, *model.parameters()])]
+
+
+def check_ltx(ranks: int) -> int:
+    """Its plan cuts the text, too, which only cross-attention reads. Collective."""
+    torch.manual_seed(0)
+    model = LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16,
+        num_layers=2, caption_channels=16,
+    ).double()  # fmt: skip
+    for frames, text in ((2, 7), (1, 15 // ranks)):
+        want = run_ltx(model, frames, text)
+        handle = longmesh.diffusers.context_parallel(model, cpu_mesh(ranks))
+        got = run_ltx(model, frames, text)
+        handle.remove()
+        for grad in got[1:]:
+            torch.distributed.all_reduce(grad)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    return ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_text_that_only_cross_attention_reads_stays_whole(pool, ranks):
+    assert pool.run(check_ltx, ranks, ranks=ranks, timeout=120.0) == [ranks] * ranks
 
 
 def run_packed(model: nn.Module, text: int) -> list[torch.Tensor]:
