@@ -217,6 +217,8 @@ def refusals(ranks: int) -> list[str]:
     broken.reset()
     attempt(lambda: model.generate(ids, past_key_values=broken, max_new_tokens=2))
     attempt(lambda: model(ids, past_key_values=filled()).logits.sum().backward())
+    attempt(lambda: tiny("llama").generate(ids, past_key_values=filled(), max_new_tokens=2))
+    attempt(lambda: tiny("llama").generate(ids, past_key_values=filled().fork(), max_new_tokens=2))
     bart = make_model("bart", "longmesh", encoder_layers=2)
     attempt(lambda: hf.ShardedCache(bart.config, mesh).prefill(bart, ids))
     return texts
@@ -252,6 +254,7 @@ def test_refusals(pool):
                 "the last forward pass over this cache filled 2 of its 3 layers",
                 "no error",
                 "attention over a sharded cache has no gradient; run the model under torch.no_grad(), or train it",
+                *["this cache holds what another model has computed, and LlamaAttention is not of it"] * 2,
                 "BartDecoder numbers its tokens by itself, and a rank can't run some of them only; leave prefill() out",
             ),
             strict=True,

@@ -101,6 +101,7 @@ def attend_cached(
         )
         raise LongmeshError(f"{name} asks of a sharded cache {why}")
     assert step is not None, "attention runs inside a step"
+    link.batch.meet(link.layer, module)
     window = mask.window if mask is not None else sliding_window
     source, width = None, None
     if key.is_real or value.is_real:
