@@ -2,13 +2,15 @@
 
 Shapes: n new tokens, H query heads, G key heads, K local tokens, D head dim of keys, E of values.
 
-Local tokens that follow each other in the sequence too are one block with a diagonal band; pages of a sequence over
-several ranks are one block each. Where blocks would be tiny, one masked block asks for each pair.
+Local tokens that follow each other in the sequence, too, have a diagonal band; pages of a sequence over several ranks
+have one each, and rectangles below it that are as large as can be. Where blocks would be tiny, one masked block asks
+for each pair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,45 +27,79 @@ def attend_chunk(
     q_nHD: Tensor, k_GKD: Tensor, v_GKE: Tensor, keys: Keys, window: int | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (n, H, E) and log-sum-exp (n, H) over the local tokens of ``keys.spans``, which k and v hold in order."""
-    blocks = blocks_of(keys, window)
+    runs = runs_of(keys)
     score = Score(scale=scale, score_mod=None if softcap is None else _capped(softcap))
     where = Coordinates()
-    if len(blocks) > 1 and k_GKD.shape[1] < _SMALLEST * len(blocks):
+    if len(runs) > 1 and k_GKD.shape[1] < _SMALLEST * len(runs):
         blocks = [Block(0, q_nHD.shape[0], 0, k_GKD.shape[1], elementwise=True)]
         score = Score(scale=scale, score_mod=score.score_mod, mask_mod=_up_to_query(window))
         q_at, k_at = (torch.from_numpy(p).to(q_nHD.device) for p in positions_of(keys))
         where = Coordinates(q_at, k_at)
+    else:
+        blocks = blocks_of(runs, keys.entry.start, q_nHD.shape[0], window)
     q, k, v = q_nHD.transpose(0, 1)[None], k_GKD[None], v_GKE[None]
     kernel = choose(need_of(q, v, score, blocks, needs_grad=False)).kernel
     state = kernel.forward(Work(q, k, v, blocks, score, where))
     return state.out_BHSD[0].transpose(0, 1), state.lse_BHS[0].transpose(0, 1)
 
 
-def blocks_of(keys: Keys, window: int | None) -> list[Block]:
-    """An exact disjoint cover of what the entry's queries see of the local tokens, in rows of both."""
-    entry, slot, spans = keys
-    placement, n = entry.sequence.placement, entry.num_tokens
+class _Run(NamedTuple):
+    """Local tokens whose positions follow each other, too: `row` among the local tokens, `first` the position."""
+
+    row: int
+    first: int
+    num_tokens: int
+
+
+def runs_of(keys: Keys) -> list[_Run]:
+    """The local tokens of ``keys.spans``: pages, or all of a span where one rank has all tokens."""
+    _, slot, spans = keys
+    placement = keys.entry.sequence.placement
     page, alone = placement.page, placement.width == 1
-    blocks: list[Block] = []
+    runs: list[_Run] = []
     row = 0
     for start, stop in spans:
         while start < stop:
             end = stop if alone else min(stop, (start // page + 1) * page)
-            first = placement.position(slot, start)
-            count = end - start
-            if (
-                first + count <= entry.start and window is None
-            ):  # seen by all queries, and so is all up to them
-                end = min(stop, max(end, placement.local(slot, entry.start)))
-                count = end - start
-                blocks.append(Block(0, n, row, row + count))
-            else:
-                shift = entry.start + row - first  # key row - query row of one position
-                lo = -UNBOUNDED if window is None else shift - window + 1
-                last = n if window is None else min(n, first + count - 1 + window - entry.start)
-                blocks.append(Block(max(0, first - entry.start), last, row, row + count, lo, shift))
-            row, start = row + count, end
-    return blocks
+            runs.append(_Run(row, placement.position(slot, start), end - start))
+            row, start = row + end - start, end
+    return runs
+
+
+def blocks_of(runs: list[_Run], start: int, num_queries: int, window: int | None) -> list[Block]:
+    """An exact disjoint cover of what queries from position `start` on see of the local tokens, in rows of both."""
+    if window is not None:
+        return [_band(run, start, num_queries, window) for run in runs]
+    past = sum(run.first + run.num_tokens <= start for run in runs)
+    num_past = sum(run.num_tokens for run in runs[:past])
+    blocks = [Block(0, num_queries, 0, num_past)] if past else []
+    return blocks + (_triangle(runs[past:], start, num_queries) if past < len(runs) else [])
+
+
+def _band(run: _Run, start: int, num_queries: int, window: int) -> Block:
+    shift = start + run.row - run.first  # key row - query row of one position
+    last = min(num_queries, run.first + run.num_tokens - 1 + window - start)
+    return Block(
+        max(0, run.first - start), last, run.row, run.row + run.num_tokens, shift - window + 1, shift
+    )
+
+
+def _triangle(runs: list[_Run], start: int, stop: int) -> list[Block]:
+    """What queries up to row `stop` see of these, from the first run's first token on.
+
+    Queries from the middle run on see all of the first half: halves make few blocks, and large ones, for kernels.
+    """
+    row, first, count = runs[0]
+    q_start = max(0, first - start)
+    if len(runs) == 1:
+        q_stop, shift = first + count - start, start + row - first
+        diagonal = Block(q_start, min(stop, q_stop), row, row + count, -UNBOUNDED, shift)
+        return [diagonal, Block(q_stop, stop, row, row + count)] if q_stop < stop else [diagonal]
+    half = len(runs) // 2
+    middle = runs[half]
+    q_middle = middle.first - start
+    rectangle = Block(q_middle, stop, row, middle.row)
+    return [*_triangle(runs[:half], start, q_middle), rectangle, *_triangle(runs[half:], start, stop)]
 
 
 def positions_of(keys: Keys) -> tuple[np.ndarray, np.ndarray]:

@@ -57,7 +57,7 @@ class Given:
     def pieces(self, keys: Keys) -> list[Piece]:
         at = self._starts[keys.entry.row]
         return [
-            Piece(start, self._k[None, :, at + start : at + stop], self._v[None, :, at + start : at + stop])
+            Piece(start, self._k[:, at + start : at + stop], self._v[:, at + start : at + stop])
             for start, stop in keys.spans
         ]
 
@@ -88,12 +88,10 @@ def attend_locally(
 
 
 def joined(pieces: list[Piece]) -> tuple[Tensor, Tensor]:
-    """(G, K, D) and (G, K, E): the pieces one after another; a copy, but of a single part of a page."""
-    k, v = (
-        [t.transpose(0, 1).flatten(1, 2) for t in tensors]
-        for tensors in zip(*(p[1:] for p in pieces), strict=True)
-    )
-    return (k[0], v[0]) if len(k) == 1 else (torch.cat(k, 1), torch.cat(v, 1))
+    """(G, K, D) and (G, K, E): the pieces one after another; no copy of a single one."""
+    if len(pieces) == 1:
+        return pieces[0].k_GKD, pieces[0].v_GKE
+    return torch.cat([piece.k_GKD for piece in pieces], 1), torch.cat([piece.v_GKE for piece in pieces], 1)
 
 
 class _Visible:

@@ -1,6 +1,6 @@
 """Sending pages from rank to rank: what a rebalance and a change of mesh communicate.
 
-A page is sent as it lies in memory, all layers of it one after another, so that nothing is rounded or reordered.
+A page is sent as its bytes, all layers of it one after another, so that nothing is rounded or reordered.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ def send_pages(
     for transfer in transfers:
         if transfer.source == transfer.target == rank:
             for source, target in zip(sources, targets, strict=True):
-                target.page_row(transfer.target_page).copy_(source.page_row(transfer.page))
+                for new, old in zip(
+                    target.parts(transfer.target_page), source.parts(transfer.page), strict=True
+                ):
+                    new.copy_(old)
     if group is None or group.size == 1:
         return
     away = [t for t in transfers if t.source != t.target]
     sent = sorted((t for t in away if t.source == rank), key=lambda t: t.target)  # stable: in the order given
     come = sorted((t for t in away if t.target == rank), key=lambda t: t.source)
-    rows = [_as_bytes(store.page_row(t.page)) for t in sent for store in sources]
+    rows = [_as_bytes(part) for t in sent for store in sources for part in store.parts(t.page)]
     received = collectives.all_to_all(
         torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8, device=device),
         recv_counts=[sum(t.source == other for t in come) * page_bytes for other in range(group.size)],
@@ -46,12 +49,13 @@ def send_pages(
         group=group,
     )
     at = 0
-    for transfer in come:
-        for store in targets:
-            row = _as_bytes(store.page_row(transfer.target_page))
-            row.copy_(received[at : at + row.numel()])
-            at += row.numel()
+    for part in (part for t in come for store in targets for part in store.parts(t.target_page)):
+        stop = at + part.numel() * part.element_size()
+        part.copy_(
+            received[at:stop].clone().view(part.dtype).view(part.shape)
+        )  # a copy lies on a whole number
+        at = stop
 
 
-def _as_bytes(row: Tensor) -> Tensor:
-    return row.view(-1).view(torch.uint8)
+def _as_bytes(part: Tensor) -> Tensor:
+    return part.reshape(-1).view(torch.uint8)
