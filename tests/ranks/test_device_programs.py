@@ -54,10 +54,14 @@ def test_a_train_step_reads_and_copies_nothing_after_the_first(pool):
         assert first[1] > 0  # a kernel is checked, indices are uploaded: counting works
 
 
-def test_a_step_of_the_trainer_reads_only_whether_ranks_agree_on_its_plan(pool):
-    """Each batch has a plan of its own, which the ranks agree on at its first call."""
-    for first, *later in pool.run(counted_trainer, ranks=2, device="sim", timeout=120):
-        assert len(first) > 1
+def test_a_step_of_the_trainer_reads_nothing_of_a_device(pool):
+    """Each batch has a plan of its own, which the ranks agree on at its first call: between CPUs, if they can."""
+    for first, *later in pool.run(counted_trainer, ranks=2, device="sim+cpu", timeout=120):
+        assert len(first) > 1 and later == [{}] * 3
+
+
+def test_a_group_for_the_device_alone_carries_the_agreement_on_a_plan(pool):
+    for _, *later in pool.run(counted_trainer, ranks=2, device="sim", timeout=120):
         for step in later:
             assert sum(step.values()) == 1 and "comm/agree.py" in next(iter(step))
 

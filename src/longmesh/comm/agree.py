@@ -60,8 +60,10 @@ def agree(
 ) -> None:
     """Return on all ranks, or raise on all: `error` where there is one, elsewhere what is wrong and where.
 
-    Collective: every rank of the group calls it, with its signature, or with the error it met.
+    Collective: every rank of the group calls it, with its signature, or with the error it met. What is compared
+    travels between CPUs where the group takes their tensors, so that no host waits for its `device`.
     """
+    device = group.device_of_words(device)
     mine = fingerprint(signature) if error is None and signature is not None else 0
     both = torch.tensor((mine, -mine), device=device)
     high, low = collectives.all_reduce(both, reduce_op="max", group=group).tolist()

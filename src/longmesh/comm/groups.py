@@ -38,10 +38,16 @@ class AxisGroup:
     global_ranks: tuple[int, ...]
     rank: int
     is_gloo: bool
+    takes_cpu: bool = False  # a backend for CPU tensors is there, maybe beside a device's
 
     @property
     def size(self) -> int:
         return len(self.members)
+
+    def device_of_words(self, device: str) -> str:
+        """Where a few numbers that the host will read are sent from: the CPU if it can be, else `device`, which the
+        host then waits for."""
+        return "cpu" if self.takes_cpu else device
 
 
 class _Nobody:
@@ -123,6 +129,7 @@ class MeshComm:
             global_ranks=tuple(ordered),
             rank=dist.get_rank(process_group),
             is_gloo=backend_of(process_group, mesh.device_type) == "gloo",
+            takes_cpu=has_cpu_backend(process_group),
         )
 
 
@@ -134,6 +141,11 @@ def backend_of(process_group: dist.ProcessGroup, device: str) -> str:
     config = dist.get_backend_config(process_group)  # cpu:gloo,cuda:nccl
     found = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
     return found.get(device, dist.get_backend(process_group))
+
+
+def has_cpu_backend(process_group: dist.ProcessGroup) -> bool:
+    """Whether a group takes tensors of the CPU: gloo does, and a group that was made without naming a backend."""
+    return any(entry.startswith("cpu:") for entry in dist.get_backend_config(process_group).split(","))
 
 
 class _Registry:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from longmesh.comm import collectives
 from longmesh.comm.agree import agree
-from longmesh.comm.groups import AxisGroup, backend_of
+from longmesh.comm.groups import AxisGroup, backend_of, has_cpu_backend
 
 
 class Counting:
@@ -81,12 +81,13 @@ def _world_group() -> AxisGroup:
         global_ranks=ranks,
         rank=dist.get_rank(),
         is_gloo=backend_of(group, "cpu") == "gloo",
+        takes_cpu=has_cpu_backend(group),
     )
 
 
 def _device(group: AxisGroup | None) -> torch.device:
     """Where the backend takes small tensors from: the processor if it can."""
-    if group is None or group.is_gloo or "cpu" in str(dist.get_backend_config()):
+    if group is None or group.takes_cpu:
         return torch.device("cpu")
     device = torch.accelerator.current_accelerator()
     assert device is not None, "a group without a CPU backend has an accelerator"

@@ -108,5 +108,5 @@ def _total(tokens: int, mesh: DeviceMesh) -> int:
     group = comm_of(mesh).group(tuple(range(mesh.ndim)))
     if group.size == 1:
         return tokens
-    device = "cpu" if group.is_gloo else mesh.device_type
+    device = group.device_of_words(mesh.device_type)
     return int(collectives.all_reduce(torch.tensor([tokens], device=device), reduce_op="sum", group=group))

@@ -21,7 +21,7 @@ from longmesh.testing.shipping import name_function, pack_call, read_surrounding
 from longmesh.testing.world import World
 
 Result = TypeVar("Result")
-_DEVICES = ("cpu", "sim", "fake")
+_DEVICES = ("cpu", "sim", "sim+cpu", "fake")
 
 
 class RankPool:
@@ -62,7 +62,8 @@ class RankPool:
         failed and is ended. Either way the next call gets fresh ranks.
 
         `device` "sim": the world is one of the made-up device (see `longmesh.testing.device`), whose backend refuses
-        what NCCL refuses. "fake": one process in no world, for `fake_rank`.
+        what NCCL refuses; "sim+cpu": it has gloo for CPU tensors besides, as after `init_process_group()` without a
+        backend's name. "fake": one process in no world, for `fake_rank`.
         """
         num_ranks = self.max_ranks if ranks is None else ranks
         if num_ranks < 1:

@@ -105,7 +105,7 @@ def _backend(device: str) -> str:
 
     register_device()
     register_backend()
-    return BACKEND
+    return BACKEND if device == "sim" else f"cpu:gloo,sim:{BACKEND}"
 
 
 def run_call(pipe: Connection, rank: int, data: bytes) -> bool:

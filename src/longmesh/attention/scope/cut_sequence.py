@@ -359,7 +359,7 @@ class CutSequence:
         group = comm_of(self.mesh).group(tuple(range(self.mesh.ndim)))
         if group.size == 1:
             return int(seed)
-        device = "cpu" if group.is_gloo else self.mesh.device_type
+        device = group.device_of_words(self.mesh.device_type)
         return int(collectives.all_gather(seed.view(1).to(device), group=group)[0])
 
 
