@@ -102,6 +102,11 @@ def transformers_model() -> Numbers:
     return _train_model("llama", ("packed",))
 
 
+def experts() -> Numbers:
+    """A mixture of experts, which takes another path on GPUs than on CPUs."""
+    return _train_model("mixtral", ("packed",))
+
+
 def more_transformers_models() -> Numbers:
     """Other batches, windows and sinks; recurrent layers."""
     found: Numbers = {}
@@ -109,6 +114,8 @@ def more_transformers_models() -> Numbers:
         "llama": ("plain", "right", "left"),
         "gemma2": ("plain",),
         "bamba": ("packed",),
+        "qwen3_moe": ("plain",),
+        "gpt_oss": ("packed",),
     }.items():
         found |= {f"{family} {name}": t for name, t in _train_model(family, whats).items()}
     return found
@@ -150,5 +157,5 @@ def cross_attention() -> Numbers:
     return found
 
 
-MODELS = (recurrent_layers, page_pool, generate, transformers_model, cross_attention)
+MODELS = (recurrent_layers, page_pool, generate, transformers_model, experts, cross_attention)
 MORE_MODELS = (more_recurrent_layers, more_transformers_models, diffusers_model)

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from longmesh._torch import make_wrapper, no_torch_function, schema_of, tree_flatten, tree_unflatten
-from longmesh.testing.device.attention import STAND_INS
+from longmesh.testing.device import attention, experts
 from longmesh.testing.device.counts import tell_op
 from longmesh.testing.device.group import is_fake_world, run_collective
 from longmesh.testing.device.register import DEVICE
 
+STAND_INS = attention.STAND_INS | experts.STAND_INS  # for ops that a GPU has and a CPU lacks
 _TAKE_CPU = ("copy_", "_to_copy", "index", "index_put_", "index_put", "_index_put_impl_")
 
 
