@@ -104,7 +104,7 @@ def run_ranks(num_ranks: int, repeat: int) -> dict[str, Any]:
         best = min(turns, key=lambda turn: max(map(sum, turn)))
         rows.append(
             {"ranks": num_ranks, **case._asdict(), "predicted": each[0][0], "measured": max(map(sum, best))}
-            | {"by_rank": best}
+            | {"by_rank": best, "turns": [max(map(sum, turn)) for turn in turns]}
         )
     return {"cluster": dataclasses.asdict(cluster), "rows": rows}
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.attention import masks
 from longmesh.attention.engine.context_parallel import ContextParallel
-from longmesh.attention.exchange.allgather import AllGather
 from longmesh.attention.kernel.base import Gradients, Kernel, Score, Work, finish, zero_like
 from longmesh.attention.kernel.choose import choose, need_of
 from longmesh.attention.mask.block import Block
 from longmesh.attention.plan.predict import FLOPS
 from longmesh.comm import comm_of
+from longmesh.debug.measure_calls import fit_calls
 from longmesh.debug.measure_links import Clock, Make, Run, measure_copies, measure_level, measure_overlap
 from longmesh.plan.cluster import Cluster, Level
 from longmesh.plan.rate import Rate, RateOp, TileKind
@@ -78,22 +76,7 @@ def measure_cluster(
         pass_us=_pass_us(clock, dtype),
         crowding=max(1.0, clock.time_us(tile.forward) / clock.alone_us(tile.forward)),
     )
-    return replace(found, transfer_us=_transfer_us(mesh, clock, found, tiles[min(1, len(tiles) - 1)], dtype))
-
-
-def _transfer_us(mesh: DeviceMesh, clock: Clock, cluster: Cluster, size: int, dtype: torch.dtype) -> float:
-    """What a transfer costs a call besides its link: what a small call with one stage takes beyond its prediction.
-    Ranks wait for each other there. In a large call an error of the rates would count as the transfers'."""
-    n = clock.group.size
-    if n == 1 or mesh.ndim > 1:
-        return 0.0
-    how = {"mask": masks.full(), "layout": "contiguous", "exchange": AllGather(), "num_heads": HEADS}
-    cp = ContextParallel(
-        mesh, seq_len=size * n, head_dim=HEAD_DIM, dtype=dtype, cluster=cluster, check=False, **how
-    )
-    q, k, v, dout = (_tokens(size, HEADS, dtype, clock.device).requires_grad_() for _ in range(4))
-    took = clock.time_us(lambda: torch.autograd.grad(cp(q, k, v), (q, k, v), dout))
-    return max(0.0, took - cp.plan.predict().total_us) / 3  # keys twice, gradients once
+    return fit_calls(mesh, clock, found, tiles[min(1, len(tiles) - 1)], HEADS, HEAD_DIM, dtype)
 
 
 def _of_first(clock: Clock, levels: list[Level]) -> list[Level]:

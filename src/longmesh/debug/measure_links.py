@@ -129,15 +129,20 @@ def _rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...
 
 
 def measure_copies(clock: Clock, dtype: torch.dtype) -> Link:
-    """The time in which rows are packed, by their bytes. As in a call, what is copied lies in no cache any more and
-    goes to memory that is new: many are copied, and all results kept until the last."""
+    """The time in which rows are packed, by their bytes. As in a call, what is copied lies in no cache any more: many
+    are copied in turn. Results are let go at once: a call's buffers lie where those of the call before lay."""
     sizes = [dtype.itemsize * 8 * rows * 64 for rows in ROWS]
     many = [max(1, min(MOST_COPIES, COLD_BYTES // size)) for size in sizes]
 
     def maker(rows: int, count: int) -> Make:
         def make() -> Run:
             tokens = [torch.ones(1, 8, rows, 64, device=clock.device, dtype=dtype) for _ in range(count)]
-            return lambda: [to_rows(t) for t in tokens]
+
+            def run() -> None:
+                for t in tokens:
+                    to_rows(t)
+
+            return run
 
         return make
 
