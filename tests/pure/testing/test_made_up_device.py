@@ -106,7 +106,9 @@ def test_one_process_is_any_rank(pool):
 
 
 def test_devices_of_a_pool(pool):
-    with pytest.raises(LongmeshError, match="there are the devices cpu, sim, fake; 'fake' has 1 process"):
+    with pytest.raises(
+        LongmeshError, match=r"there are the devices cpu, sim, sim\+cpu, fake; 'fake' has 1 process"
+    ):
         pool.run(compute, ranks=2, device="fake")
     with pytest.raises(LongmeshError, match="there are the devices"):
         pool.run(compute, ranks=1, device="cuda")
