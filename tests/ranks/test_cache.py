@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from longmesh.cache import PagePool
 from longmesh.comm import record_comm
+from longmesh.comm.agree import check_every_call
 from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
 from support.cache_programs import NO_LATENCY
@@ -95,11 +96,11 @@ def planned_and_recorded(ranks: int, window, cluster, heads: int) -> list[tuple[
         step = pool.step(list(zip(sequences, counts, strict=True)))
         q, k, v = (torch.randn(sum(counts), n, 8) for n in (heads, 2, 2))
         planned = step.sent_bytes(heads, 8, torch.float32, window=window)
-        with record_comm() as log:
+        with record_comm() as log, check_every_call(False):
             step.attend(0, q, k, v, window=window)
         step.commit()
         found.append((planned, log.total_bytes, log.counts))
-    return found
+    return found[1:]  # at the first call the ranks agree that they are called alike
 
 
 @pytest.mark.parametrize("window", [None, 2])
@@ -129,10 +130,10 @@ def merged_both_ways(ranks: int) -> bool:
         )  # fmt: skip
         step = pool.step([(pool.sequence(), 9), (pool.sequence(), 5)])
         q, k, v = (torch.randn(14, heads, 8, dtype=torch.bfloat16) for heads in (5, 1, 1))
-        with record_comm() as log:
+        with record_comm() as log, check_every_call(False):
             found.append(step.attend(0, q, k, v, sinks=torch.randn(5), window=6))
         step.commit()
-        assert sum(log.counts.values()) == len(found)
+        assert sum(log.counts.values()) == 1 + len(found)  # one to agree
     return torch.equal(*found)
 
 
@@ -149,7 +150,7 @@ def silent_rank(ranks: int) -> int:
         step = pool.step([(sequence, count)])
         q, k, v = (torch.randn(count, 1, 8) for _ in range(3))
         step.attend(0, q, k, v, window=3)
-        with record_comm() as log:
+        with record_comm() as log, check_every_call(False):
             step.attend(1, q, k, v, window=3)
         step.commit()
     return log.total_bytes
@@ -211,6 +212,88 @@ def test_ranks_that_part_are_an_error_on_all(pool):
     assert pool.run(part_ways, 2, "nothing", ranks=2) == ["no error"] * 2
 
 
+def called_differently(ranks: int, what: str, number: int) -> str:
+    """What this rank says where rank 1 does something else at call `number`."""
+    pool = PagePool(cpu_mesh(ranks), num_pages=8, page=2, layers=2, kv_heads=1, head_dim=4)
+    torch.manual_seed(0)
+    sequence, other = pool.sequence(), dist.get_rank() == 1
+    for call in range(3):
+        differs = other and call == number
+        count, options = 3 if differs and what == "tokens" else 1, {}
+        step = pool.step([(sequence, count)])
+        q, k, v = (torch.randn(count, heads, 4) for heads in (2, 1, 1))
+        if differs and what == "shape":
+            k = k[:, :, :3]
+        if differs and what == "window":
+            options["window"] = 1
+        layer = int(differs and what == "layer")
+        try:
+            step.attend(layer, q.double() if differs and what == "dtype" else q, k, v, **options)
+        except LongmeshError as error:
+            return f"{call}: {error}"
+        step.commit([1])
+    return "no error"
+
+
+@pytest.mark.parametrize("what", ["tokens", "shape", "window", "layer", "dtype"])
+def test_a_rank_that_is_called_differently_is_an_error_on_all(pool, what):
+    for number in (0, 2):
+        texts = pool.run(run_checked, 3, what, number, ranks=3, timeout=60.0)
+        assert all(text.startswith(f"{number}: ") for text in texts), texts
+
+
+def run_checked(ranks: int, what: str, number: int) -> str:
+    with check_every_call(number > 0):
+        return called_differently(ranks, what, number)
+
+
+def test_a_step_ends_before_its_sequences_change():
+    pool = PagePool(None, num_pages=9, page=2, layers=1, kv_heads=1, head_dim=4)
+    sequence, beside = pool.sequence(), pool.sequence()
+    step = pool.step([(sequence, 3)])
+    for name, call in (
+        ("fork", lambda: pool.fork(sequence)),
+        ("crop", lambda: pool.crop(sequence, 0)),
+        ("free", lambda: pool.free(sequence)),
+        ("reorder", lambda: pool.reorder([beside, sequence], [0])),
+        ("remember", lambda: pool.remember(sequence, [1, 2, 3])),
+    ):
+        with pytest.raises(
+            LongmeshError, match=f"PagePool.{name}: the sequence is in a step that was not committed"
+        ):
+            call()
+    with pytest.raises(LongmeshError, match="layer 0 was not written in this step"):
+        step.attend_written(0, torch.zeros(3, 1, 4))
+    pool.free(beside)
+    step.commit([1])
+    assert len(sequence) == 1 and pool.book.num_used == 1
+
+
+def test_sequences_of_a_width_share_pages_of_that_width():
+    pool = PagePool(None, num_pages=9, page=2, layers=1, kv_heads=1, head_dim=4)
+    sequence = pool.sequence(width=1)
+    pool.step([(sequence, 5)]).commit()
+    pool.remember(sequence, range(5))
+    assert len(pool.sequence(tokens=range(9), width=1)) == 4
+    for options, text in (
+        (
+            {"tokens": range(5), "width": 2},
+            r"width=2 ranks; this pool has 1, so give 1 to 1, or None for all",
+        ),
+        ({"tokens": range(5), "width": 1, "expected": 3}, "a width by cost needs a pool"),
+        ({"width": 1.5}, "width=1.5 ranks"),
+        ({"expected": -1}, "expected=-1; give a whole number, 0 or more"),
+        (
+            {"tokens": [0.5, 1.0]},
+            r"tokens of shape \(2,\) and type float64; give the token ids of one sequence",
+        ),
+        ({"tokens": torch.zeros(2, 2, dtype=torch.int64)}, r"tokens of shape \(2, 2\)"),
+    ):
+        with pytest.raises(LongmeshError, match=text):
+            pool.sequence(**options)
+    assert len(pool.sequence(tokens=range(4), expected=100)) == 4
+
+
 def test_wrong_calls_of_a_pool_are_refused():
     sizes = {"num_pages": 2, "page": 4, "layers": 1, "kv_heads": 1, "head_dim": 8}
     pool = PagePool(None, **sizes)
@@ -236,6 +319,21 @@ def test_wrong_calls_of_a_pool_are_refused():
             lambda: step.attend(0, x, x, x, softcap=0.0),
             r"softcap=0.0; scores are divided by it, so give more than 0",
         ),
+        (lambda: PagePool(None, **sizes, dtype=torch.int64), "dtype=torch.int64; keys are floating point"),
+        (lambda: step.attend(1, x, x, x), "layer 1: the pool was made for layers 0 to 0"),
+        (lambda: step.attend("0", x, x, x), "layer '0': the pool was made for layers 0 to 0"),
+        (lambda: step.attend(0, x, None, x), "k has None; this step has 1 tokens here"),
+        (lambda: step.attend(0, *[x.double()] * 3), "layer 0 holds torch.float32; k is torch.float64"),
+        (lambda: step.attend(0, x.double(), x, x), "q is torch.float64 and k torch.float32"),
+        (
+            lambda: step.attend(0, x, x, x, window=1.5),
+            "window=1.5; a query sees itself at least, so give a whole",
+        ),
+        (lambda: step.attend(0, x, x, x, sinks=[0.0]), "give a tensor of one logit per query head"),
+        (lambda: step.attend(0, x, x, x, scale=float("nan")), "scale=nan; give a number, or None"),
+        (lambda: step.commit([1.5]), "the step has .* new tokens; give a list"),
+        (lambda: step.commit(1), "commit.1.: the step has"),
+        (lambda: pool.step([sequence]), "the step before this one was not committed"),
         (
             lambda: ended.attend(0, x, x, x),
             "this step was committed before; make the next one with pool.step()",
@@ -243,3 +341,8 @@ def test_wrong_calls_of_a_pool_are_refused():
     ):
         with pytest.raises(LongmeshError, match=text.replace("()", r"\(\)")):
             call()
+    step.commit()
+    for entries in (None, [sequence], [("a", 1)], [(sequence, 1.5)]):
+        with pytest.raises(LongmeshError, match="a step of "):
+            pool.step(entries)
+    assert len(sequence) == 2

@@ -7,7 +7,9 @@ its own rank: `extend` says which. Nothing is changed by a call that raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence as Listed
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from longmesh.cache.ledger import Ledger
 from longmesh.cache.moving import Moved, Moving, places_of
@@ -24,10 +26,15 @@ class Copy(NamedTuple):
     target: int
 
 
-def check_sizes(**given: tuple[object, int]) -> None:
+def is_whole(value: object) -> bool:
+    """Whether this is a whole number, and not True or False."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_sizes(**given: tuple[Any, int]) -> None:
     """Raise unless each is a whole number, as large as the least it may be."""
     for name, (value, least) in given.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not is_whole(value) or value < least:
             raise LongmeshError(f"PagePool: {name}={value!r}; give a whole number, {least} or more")
 
 
@@ -60,14 +67,19 @@ class Book:
 
     def new(self, asked: int | None = None, *, by_cost: bool = False) -> Sequence:
         """An empty sequence over so many ranks (None: all), beginning on the one with the fewest pages in use."""
+        self.check_width(asked)
         width = self.num_ranks if asked is None else asked
-        if not 1 <= width <= self.num_ranks:
-            raise LongmeshError(
-                f"a sequence over {width} ranks; this pool has {self.num_ranks}, so give 1 to {self.num_ranks}"
-            )
         found = self.new_on(self.place(width))
         found.width, found.by_cost = asked, by_cost
         return found
+
+    def check_width(self, width: int | None) -> None:
+        """Raise unless a sequence can lie over so many ranks (None: all)."""
+        if width is not None and (not is_whole(width) or not 1 <= width <= self.num_ranks):
+            raise LongmeshError(
+                f"a sequence over width={width!r} ranks; this pool has {self.num_ranks}, so give 1 to "
+                f"{self.num_ranks}, or None for all"
+            )
 
     def place(self, width: int) -> Placement:
         """Over the ranks with the fewest pages in use."""
@@ -115,7 +127,7 @@ class Book:
     def check_crop(self, sequence: Sequence, length: int) -> None:
         """Raise unless `crop` can be done."""
         self.check(sequence)
-        if not 0 <= length <= sequence.length:
+        if not is_whole(length) or not 0 <= length <= sequence.length:
             raise LongmeshError(
                 f"crop to {length} tokens: the sequence has {sequence.length}; give 0 to {sequence.length}"
             )
@@ -167,11 +179,21 @@ class Book:
         easy: list[tuple[Sequence, int]] = []  # what stays on a page that is the sequence's own
         others: list[tuple[Sequence, int]] = []
         live = self.live
-        for entry in entries:
-            sequence, count = entry
-            is_easy = 0 <= count <= sequence.own_to - sequence.length and live.get(sequence.name) is sequence
-            (easy if is_easy else others).append(entry)
-        if len(dict(entries)) != len(entries):
+        try:
+            for entry in entries:
+                sequence, count = entry
+                is_easy = (
+                    type(count) is int
+                    and 0 <= count <= sequence.own_to - sequence.length
+                    and live.get(sequence.name) is sequence
+                )
+                (easy if is_easy else others).append(entry)
+            names = {sequence.name for sequence, _ in entries}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise LongmeshError(
+                f"a step of {entries!r:.200}; give a list of (sequence, number of new tokens)"
+            ) from error
+        if len(names) != len(entries):
             raise LongmeshError("a step has the same sequence twice; give its new tokens in one entry")
         copies: list[Copy] = []
         if others:
@@ -187,8 +209,10 @@ class Book:
         """Raise unless these entries are in order and there are pages for them."""
         for sequence, count in entries:
             self.check(sequence)
-            if count < 0:
-                raise LongmeshError(f"a step of {count} tokens; give 0 or more for each sequence")
+            if not is_whole(count) or count < 0:
+                raise LongmeshError(
+                    f"a step of {count} tokens; give a whole number, 0 or more, for each sequence"
+                )
         for sequence, _ in entries:
             self.give_back(sequence)
         needed = self.needed(entries)

@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from longmesh.cache.book import is_whole
 from longmesh.errors import LongmeshError
 
 if TYPE_CHECKING:
     from longmesh.cache.step import Step
+
+
+class Signature(NamedTuple):
+    """What must be the same on every rank in a layer's attention; lengths are the sequences'."""
+
+    layer: int
+    lengths: tuple[int, ...]
+    new: tuple[int, ...]
+    heads: tuple[int, ...]  # of q: how many, and their dim
+    v_head_dim: int
+    dtype: str
+    window: int | None
+    softcap: float | None
+    scale: float | None
+    has_sinks: bool
+
+
+def signature_of(
+    step: Step, layer: int, q: Tensor, v_head_dim: int, window: int | None, sinks: Tensor | None,
+    softcap: float | None, scale: float | None,
+) -> Signature:  # fmt: skip
+    """Of a call of `Step.attend` that is in order."""
+    return Signature(
+        layer, tuple(step.plan.stops), tuple(step.plan.counts), tuple(q.shape[1:]), v_head_dim, str(q.dtype), window,
+        softcap, scale, sinks is not None,
+    )  # fmt: skip
 
 
 def check_attend(
@@ -22,25 +50,30 @@ def check_attend(
     window: int | None,
     sinks: Tensor | None,
     softcap: float | None,
+    scale: float | None,
 ) -> None:
     """Raise if these can't be a step's queries, keys and values."""
     rows = len(step.rows)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 3 or tensor.shape[0] != rows:
+        if not isinstance(tensor, Tensor) or tensor.ndim != 3 or tensor.shape[0] != rows:
+            given = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
             raise LongmeshError(
-                f"attend: {name} has shape {tuple(tensor.shape)}; this step has {rows} tokens here, so give "
-                f"({rows}, heads, head dim)"
+                f"attend: {name} has {given}; this step has {rows} tokens here, so give ({rows}, heads, head dim)"
             )
-    if q.shape[2] != k.shape[2] or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+    if q.shape[2] != k.shape[2] or k.shape[1] != v.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise LongmeshError(
             f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: q and k must have one head dim, "
             "k and v one number of heads, and the heads of q be a multiple of it"
         )
+    if q.dtype != k.dtype:
+        raise LongmeshError(f"attend: q is {q.dtype} and k {k.dtype}; give both in one dtype")
     check_mask(window, sinks, q.shape[1])
     if softcap is not None and not softcap > 0:
         raise LongmeshError(
             f"attend: softcap={softcap}; scores are divided by it, so give more than 0, or None"
         )
+    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+        raise LongmeshError(f"attend: scale={scale!r}; give a number, or None for 1 / sqrt(head dim)")
 
 
 def check_open(step: Step) -> None:
@@ -59,19 +92,20 @@ def check_window(window: int | None, most: int | None) -> None:
 
 
 def check_mask(window: int | None, sinks: Tensor | None, num_heads: int) -> None:
-    if window is not None and window < 1:
+    if window is not None and (not is_whole(window) or window < 1):
         raise LongmeshError(
-            f"attend: window={window}; a query sees itself at least, so give 1 or more, or None"
+            f"attend: window={window}; a query sees itself at least, so give a whole number, 1 or more, or None"
         )
-    if sinks is not None and tuple(sinks.shape) != (num_heads,):
+    if sinks is not None and (not isinstance(sinks, Tensor) or tuple(sinks.shape) != (num_heads,)):
+        given = f"of shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
         raise LongmeshError(
-            f"attend: sinks of shape {tuple(sinks.shape)}; give one logit per query head, ({num_heads},)"
+            f"attend: sinks {given}; give a tensor of one logit per query head, ({num_heads},)"
         )
 
 
-def digest_of(*tensors: Tensor) -> int:
+def digest_of(*tensors: Tensor, besides: bytes = b"") -> int:
     """A number below 2 ** 56 that is the same for the same bits."""
-    digest = hashlib.blake2b(digest_size=7)
+    digest = hashlib.blake2b(besides, digest_size=7)
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().tobytes())

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.cache.balance import width_by_cost
-from longmesh.cache.book import Book, check_sizes
+from longmesh.cache.book import Book, check_sizes, is_whole
 from longmesh.cache.check import digest_of
 from longmesh.cache.member import Member
 from longmesh.cache.prefix import PrefixIndex
@@ -82,11 +82,18 @@ class PagePool:
         self._is_sized = kv_heads is not None
         self._open: Step | None = None
         self.has_agreed = False
+        self.agreed: set[bool] = (
+            set()
+        )  # the kinds of steps, with cut queries or not, that ranks have called alike
         if kv_heads is not None:
             if head_dim is None:
                 raise LongmeshError(f"PagePool: kv_heads={kv_heads} and no head_dim; give both, or neither")
             v_head_dim = head_dim if v_head_dim is None else v_head_dim
             check_sizes(kv_heads=(kv_heads, 1), head_dim=(head_dim, 1), v_head_dim=(v_head_dim, 1))
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise LongmeshError(
+                    f"PagePool: dtype={dtype!r}; keys are floating point, such as torch.bfloat16"
+                )
             for layer in range(layers):
                 self._make_store(layer, Shape(kv_heads, head_dim, v_head_dim, dtype))
 
@@ -119,20 +126,23 @@ class PagePool:
 
         `expected`: about how many tokens it will hold; the width is chosen by cost, one rank for short ones.
         `tokens`: what it will hold. Full pages that `remember` knows to hold its beginning are shared: it starts with
-        as many tokens, and the step gives the rest.
+        as many tokens, and the step gives the rest. With `width`, only pages of sequences of that width are shared.
         """
-        found = None if tokens is None else self._prefixes.find(tokens)
-        if found is not None:
-            return found
-        if expected is None:
-            return self.book.new(width)
-        width_of = self.width_of(self.num_ranks)
-        if width is not None or width_of is None:
-            raise LongmeshError(
-                f"PagePool.sequence(width={width}, expected={expected}): a width by cost needs a pool that was made "
-                "with kv_heads= and head_dim=, and no width="
-            )
-        return self.book.new(width_of(expected), by_cost=True)
+        self.book.check_width(width)
+        width_of = None
+        if expected is not None:
+            check_sizes(expected=(expected, 0))
+            width_of = self.width_of(self.num_ranks)
+            if width is not None or width_of is None:
+                raise LongmeshError(
+                    f"PagePool.sequence(width={width}, expected={expected}): a width by cost needs a pool that was "
+                    "made with kv_heads= and head_dim=, and no width="
+                )
+        found = None if tokens is None else self._prefixes.find(tokens, width)
+        if found is None:
+            found = self.book.new(width if width_of is None else width_of(expected or 0))
+        found.by_cost = width_of is not None
+        return found
 
     def width_of(self, num_ranks: int) -> Callable[[int], int] | None:
         """The width by cost of a sequence of so many tokens, with as many query heads as key heads; None: not known."""
@@ -144,23 +154,36 @@ class PagePool:
 
     def remember(self, sequence: Sequence, tokens: Listed[int]) -> None:
         """Let later sequences that begin with these tokens share the full pages of this one while it lives. Local."""
+        self._check_settled("remember", sequence)
         self._prefixes.remember(sequence, tokens)
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Another sequence with the same tokens, in the same pages. Local."""
+        self._check_settled("fork", sequence)
         return self.book.fork(sequence)
 
     def crop(self, sequence: Sequence, length: int) -> None:
         """Keep a sequence's first `length` tokens. Local."""
+        self._check_settled("crop", sequence)
         self.book.crop(sequence, length)
 
     def free(self, sequence: Sequence) -> None:
         """Give a sequence's pages back. Local."""
+        self._check_settled("free", sequence)
         self.book.free(sequence)
 
     def reorder(self, sequences: Listed[Sequence], order: Listed[int]) -> list[Sequence]:
         """``[sequences[i] for i in order]``, for beam search: forks what comes again, frees what does not. Local."""
+        self._check_settled("reorder", *sequences)
         return self.book.reorder(sequences, order)
+
+    def _check_settled(self, what: str, *sequences: Sequence) -> None:
+        """Raise if the open step has new tokens of these sequences: their pages may not be written yet."""
+        step = self.open_step
+        if step is not None and not set(map(id, sequences)).isdisjoint(map(id, step.plan.sequences)):
+            raise LongmeshError(
+                f"PagePool.{what}: the sequence is in a step that was not committed; call the step's commit() first"
+            )
 
     # -- moves -----------------------------------------------------------------------------------
 
@@ -229,8 +252,8 @@ class PagePool:
 
     def store(self, layer: int, k: Tensor | None = None, v: Tensor | None = None) -> PageStore:
         """A layer's pages; `k` and `v` of a first step say how wide they are."""
-        if not 0 <= layer < self.num_layers:
-            raise LongmeshError(f"layer {layer}: the pool was made for layers 0 to {self.num_layers - 1}")
+        if not is_whole(layer) or not 0 <= layer < self.num_layers:
+            raise LongmeshError(f"layer {layer!r}: the pool was made for layers 0 to {self.num_layers - 1}")
         store = self.stores[layer]
         if store is None:
             assert k is not None and v is not None, "a layer is written before it is read"
@@ -242,6 +265,13 @@ class PagePool:
                 raise LongmeshError(
                     f"layer {layer} holds {wanted[0]} heads of {wanted[1]} and {wanted[2]}; k has "
                     f"{k.shape[-2]} of {k.shape[-1]}, v {v.shape[-2]} of {v.shape[-1]}"
+                )
+            if k.device.type != torch.device(store.device).type:
+                raise LongmeshError(f"layer {layer} lies on {store.device}; k is on {k.device}")
+            if k.dtype != store.dtype or v.dtype != store.dtype:
+                raise LongmeshError(
+                    f"layer {layer} holds {store.dtype}; k is {k.dtype} and v {v.dtype}: give both in {store.dtype}, "
+                    "or make the pool with another dtype="
                 )
         return store
 

@@ -143,6 +143,7 @@ def move_pool(pool: PagePool, mesh: DeviceMesh, num_pages: int | None) -> None:
             send_pages(transfers, sources, targets, shape.page_bytes(pool.page), group, pool.device)
         pool.replace_store(layer, shape, after)
     adopt(pool.book, remesh)
+    pool.agreed.clear()
     pool.member, pool.has_agreed = new, False  # ranks that are new may have sampled differently
 
 

@@ -7,7 +7,8 @@
 Shapes: T rows of the step, H query heads, G key heads, D head dim of keys, E of values.
 
 Queries, keys and values of the new tokens are the same on all ranks, and so are the results, to the last bit. A
-digest of the first layer's keys travels with its results: ranks that were given other tokens are an error on all.
+digest of the first layer's keys travels with its results: ranks that were given other tokens are an error on all. At
+a pool's first call the ranks agree that they are called alike, and inside `check_every_call` at every one.
 In a step with cut queries (`cut=True`) each rank gives and gets only the rows of `step.rows`, whose keys it holds.
 """
 
@@ -19,20 +20,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from longmesh.cache.book import is_whole
 from longmesh.cache.by_heads import is_cheaper, merge_by_heads, sent_bytes
 from longmesh.cache.check import (
+    Signature,
     check_attend,
     check_open,
     check_window,
     digest_of,
     forward_only,
     refuse_differences,
+    signature_of,
 )
 from longmesh.cache.cut import gather_queries, owned_rows, send_home
 from longmesh.cache.gather import gather_partials, sent_elements
 from longmesh.cache.local import Paged, Scores, Source, attend_locally
 from longmesh.cache.plan import Shares, StepPlan, Write
 from longmesh.cache.sequence import Sequence
+from longmesh.comm.agree import agree, checks_every_call
 from longmesh.errors import LongmeshError
 
 if TYPE_CHECKING:
@@ -71,6 +76,7 @@ class Step:
             self._writes = own
         self._is_checked = cut
         self._digest = 0
+        self._written: set[int] = set()
         self._by_heads: dict[tuple[int | None, int, int, tuple[int, int]], bool] = {}
         self.is_open = True
 
@@ -100,21 +106,39 @@ class Step:
         softmax and has no value. `softcap`: scores become ``softcap * tanh(score / softcap)``.
         Collective: every rank, with the same arguments.
         """
-        check_attend(self, q, k, v, window, sinks, softcap)
-        check_window(window, self._pool.book.window)
-        self.write(layer, k, v)
-        out = self.attend_written(layer, q, window=window, sinks=sinks, softcap=softcap, scale=scale)
-        return forward_only(out, q, k, v)
+        self._pool.member.check("Step.attend")
+        signature, error = None, None
+        try:
+            check_open(self)
+            check_attend(self, q, k, v, window, sinks, softcap, scale)
+            check_window(window, self._pool.book.window)
+            self.write(layer, k, v)
+            signature = signature_of(self, layer, q, v.shape[2], window, sinks, softcap, scale)
+        except LongmeshError as found:
+            error = found
+        self._agree(signature, error, q)
+        scores = Scores(scale, softcap)
+        return forward_only(self._attend(layer, q, window, sinks, scores, None, None), q, k, v)
+
+    def _agree(self, signature: Signature | None, error: LongmeshError | None, q: Tensor) -> None:
+        """Raise `error`; at the first call of a pool, on all ranks, as if their calls differ."""
+        pool = self._pool
+        if pool.group is not None and (self.is_cut not in pool.agreed or checks_every_call()):
+            agree("Step.attend", signature, error, pool.group, str(pool.device))
+            pool.agreed.add(self.is_cut)
+        elif error is not None:
+            raise error
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put the new tokens' keys and values of a layer into their pages. Local."""
         check_open(self)
         self._pool.member.check("Step.attend")
+        store = self._pool.store(layer, k, v)
         if not self._is_checked:
-            self._digest = digest_of(k, v)
-        self._pool.store(layer, k, v).write(self._writes, k, v)
+            self._digest = digest_of(k, v, besides=repr((layer, self.plan.stops, self.plan.counts)).encode())
+        store.write(self._writes, k, v)
+        self._written.add(layer)
 
-    @torch.no_grad()
     def attend_written(
         self,
         layer: int,
@@ -128,14 +152,32 @@ class Step:
         v_head_dim: int | None = None,
     ) -> Tensor:
         """`attend` for keys that were written before; `source`: keys and values that were made of them. Collective."""
-        check_open(self)
         self._pool.member.check("Step.attend")
-        check_window(window, self._pool.book.window)
+        signature, error = None, None
+        try:
+            check_open(self)
+            check_window(window, self._pool.book.window)
+            if layer not in self._written:
+                raise LongmeshError(
+                    f"layer {layer} was not written in this step; call write(layer, k, v) first"
+                )
+            width = self._pool.store(layer).v_head_dim if v_head_dim is None else v_head_dim
+            signature = signature_of(self, layer, q, width, window, sinks, softcap, scale)
+        except LongmeshError as found:
+            error = found
+        self._agree(signature, error, q)
+        return self._attend(layer, q, window, sinks, Scores(scale, softcap), source, v_head_dim)
+
+    @torch.no_grad()
+    def _attend(
+        self, layer: int, q: Tensor, window: int | None, sinks: Tensor | None, scores: Scores, source: Source | None,
+        v_head_dim: int | None,
+    ) -> Tensor:  # fmt: skip
+        """Of a call that is in order. Collective."""
         pool, shares = self._pool, self.plan.shares(window)
         store = pool.store(layer)
         source = Paged(store) if source is None else source
         width = store.v_head_dim if v_head_dim is None else v_head_dim
-        scores = Scores(scale, softcap)
         if self.is_cut:
             every = gather_queries(q, self._owned, pool.group)
             mine = attend_locally(every, width, source, shares, pool.rank, scores)
@@ -178,16 +220,18 @@ class Step:
     def commit(self, accepted: Listed[int] | None = None) -> None:
         """End the step: of each entry's new tokens the first so many stay (None: all). Local."""
         check_open(self)
-        entries = self.plan.entries
-        accepted = [entry.num_tokens for entry in entries] if accepted is None else list(accepted)
-        if len(accepted) != len(entries) or any(
-            not 0 <= n <= entry.num_tokens for n, entry in zip(accepted, entries, strict=False)
+        counts = self.plan.counts
+        accepted = counts if accepted is None else accepted
+        if (
+            not isinstance(accepted, Listed)
+            or len(accepted) != len(counts)
+            or not all(is_whole(n) and 0 <= n <= count for n, count in zip(accepted, counts, strict=True))
         ):
             raise LongmeshError(
-                f"commit({list(accepted)}): the step has {[entry.num_tokens for entry in entries]} new tokens; give "
-                "for each sequence how many of them stay"
+                f"commit({accepted!r}): the step has {counts} new tokens; give a list, for each sequence how many of "
+                "them stay"
             )
         self.is_open = False
-        for entry, count in zip(entries, accepted, strict=True):
+        for entry, count in zip(self.plan.entries, accepted, strict=True):
             if count < entry.num_tokens:
                 self._pool.crop(entry.sequence, entry.start + count)

@@ -48,6 +48,7 @@ def prefill(
     elif error is not None:
         raise error
     batch.pool.has_agreed = True
+    batch.pool.agreed.add(True)
     rows, length = ids.shape
     if not length or not rows:
         return

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from longmesh.cache.book import Book
 from longmesh.cache.ledger import Ledger
-from longmesh.cache.moving import places_of
+from longmesh.cache.moving import Moving, places_of
 from longmesh.cache.placement import Placement, without
 from longmesh.cache.plan import StepPlan
 from longmesh.cache.prefix import PrefixIndex, page_hashes
@@ -118,10 +118,13 @@ def test_wrong_calls_are_refused():
     beside.extend([(other, 3)])
     for call, text in (
         (lambda: book.crop(one, 4), "crop to 4 tokens: the sequence has 3; give 0 to 3"),
-        (lambda: book.extend([(one, -1)]), "a step of -1 tokens; give 0 or more"),
+        (lambda: book.extend([(one, -1)]), "a step of -1 tokens; give a whole number, 0 or more"),
         (lambda: book.extend([(one, 1), (one, 1)]), "a step has the same sequence twice"),
         (lambda: book.reorder([one], [1]), r"reorder \[1\]: there are 1 sequences, 0 to 0"),
-        (lambda: book.new(3), "a sequence over 3 ranks; this pool has 2, so give 1 to 2"),
+        (
+            lambda: book.new(3),
+            "a sequence over width=3 ranks; this pool has 2, so give 1 to 2, or None for all",
+        ),
         (lambda: Book(2, 2, 0), "PagePool: page=0; give a whole number, 1 or more"),
         (lambda: Book(2, -1, 4), "PagePool: num_pages=-1; give a whole number, 0 or more"),
         (lambda: Book(2, 2, 4, window=0), "PagePool: window=0; give a whole number, 1 or more"),
@@ -194,6 +197,29 @@ def test_equal_beginnings_share_their_full_pages():
     assert found is not None and len(found) == 4
     assert page_hashes([1, 2, 3, 4], 2)[0] == page_hashes([1, 2, 9, 9], 2)[0]
     assert page_hashes([1, 2, 3, 4], 2)[1] != page_hashes([9, 9, 3, 4], 2)[1]
+
+
+def test_beginnings_of_another_width_are_not_shared_where_one_is_asked():
+    book = Book(3, 20, 2)
+    index = PrefixIndex(book)
+    narrow, wide = book.new(1), book.new()
+    book.extend([(narrow, 6), (wide, 4)])
+    for sequence in (narrow, wide):
+        index.remember(sequence, list(range(len(sequence))))
+    for width, length, over in ((1, 6, 1), (3, 4, 3), (None, 6, 1)):
+        found = index.find(list(range(9)), width)
+        assert found is not None and (len(found), found.placement.width) == (length, over)
+        book.free(found)
+    assert index.find(list(range(9)), 2) is None
+    book.moving = Moving(book, [narrow], wide.placement)
+    book.moving.stage([9, 9, 9], [9, 9, 9])
+    book.moving.finish()
+    assert index.find(list(range(9)), 1) is None
+    found = index.find(list(range(9)), 3)
+    assert found is not None and len(found) == 6
+    for sequence in list(book.live.values()):
+        book.free(sequence)
+    assert book.num_used == 0 and index.find(list(range(9))) is None
 
 
 @given(
