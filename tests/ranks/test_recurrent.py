@@ -167,6 +167,25 @@ def test_a_later_call_that_differs_raises_on_all(pool):
         assert "('V', 5)" in texts[1]
 
 
+def called_with_gradients_on_one_rank(ranks: int) -> list[str]:
+    rp, texts = RecurrentParallel(cpu_mesh(ranks), seq_len=6), []
+    q = torch.randn(1, 3, 2, 4, requires_grad=rp.rank == 0)
+    for call in (
+        lambda: rp.linear_attention(q, q, q),
+        lambda: rp.causal_conv1d(q[:, :, 0].mT, torch.ones(4, 2)),
+        lambda: rp.token_shift(q[:, :, 0]),
+    ):
+        with pytest.raises(LongmeshError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_gradients_on_one_rank_only_raise_on_all(pool):
+    for texts in pool.run(called_with_gradients_on_one_rank, 2, ranks=2, timeout=60.0):
+        assert all("('requires_grad', True)" in text and "called differently" in text for text in texts)
+
+
 def refusals(ranks: int) -> list[str]:
     mesh, texts = cpu_mesh(ranks), []
 

@@ -105,7 +105,9 @@ class Runner:
     def enter(self, layer: str, given: Mapping[str, Tensor | None], others: tuple[object, ...] = ()) -> None:
         """Check a call of a layer. Collective."""
         passed = {name: x for name, x in given.items() if x is not None}
-        said = (tuple(passed), tuple(x.dtype for x in passed.values()), *others)
+        # A rank without gradients would leave the others waiting in backward.
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in passed.values())
+        said = (tuple(passed), tuple(x.dtype for x in passed.values()), ("requires_grad", needs_grad), *others)
         device = next(iter(passed.values())).device.type
         self.together(layer, lambda: self._check(layer, passed), said, device)
 
