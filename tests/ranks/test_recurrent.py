@@ -167,6 +167,29 @@ def test_a_later_call_that_differs_raises_on_all(pool):
         assert "('V', 5)" in texts[1]
 
 
+def made_or_scaled_differently(ranks: int) -> list[str]:
+    """Another exchange would leave ranks waiting; another scale would be silently wrong."""
+    mesh, texts = cpu_mesh(ranks), []
+    q = torch.randn(1, 3, 2, 4)
+    is_first = RecurrentParallel(mesh, seq_len=6).rank == 0
+    other = RecurrentParallel(mesh, seq_len=6, exchange="gather" if is_first else "scan")
+    same = RecurrentParallel(mesh, seq_len=6)
+    for call in (
+        lambda: other.linear_attention(q, q, q),
+        lambda: same.linear_attention(q, q, q, scale=2.0 if is_first else 3.0),
+    ):
+        with pytest.raises(LongmeshError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_layers_that_are_made_or_scaled_differently_raise_on_all(pool):
+    for exchange, scale in pool.run(made_or_scaled_differently, 2, ranks=2, timeout=60.0):
+        assert "'gather'" in exchange and "'scan'" in exchange
+        assert "2.0" in scale and "3.0" in scale
+
+
 def called_with_gradients_on_one_rank(ranks: int) -> list[str]:
     rp, texts = RecurrentParallel(cpu_mesh(ranks), seq_len=6), []
     q = torch.randn(1, 3, 2, 4, requires_grad=rp.rank == 0)

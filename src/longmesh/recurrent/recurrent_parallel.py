@@ -9,7 +9,7 @@ What crosses a border does not grow with the length: a state, and T where a rank
 fp32 (fp64 for fp64 inputs) whatever the inputs are.
 
 Pitfall: tokens are in order, rank after rank. Attention's balanced layouts deal them out; give attention the layout
-"contiguous" for models that have both kinds of layers.
+"ordered" for models that have both kinds of layers: tokens stay in order, and attention is balanced all the same.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class RecurrentParallel:
         factor: float = k.shape[-1] ** -0.5 if scale is None else scale
         layer = "gated_delta_rule" if g.ndim == 3 else "gated_delta_rule by feature"
         given = {"q": q * factor, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
-        return self._run(layer, GatedDeltaRule(), given, v.dtype, final)
+        return self._run(layer, GatedDeltaRule(), given, v.dtype, final, factor)
 
     def linear_attention(
         self,
@@ -198,7 +198,7 @@ class RecurrentParallel:
         decay = q.new_zeros(q.shape[:-1]) if decay is None else decay
         layer = "linear_attention" if decay.ndim == 3 else "linear_attention by feature"
         given = {"q": q * scale, "k": k, "v": v, "decay": decay, "initial_state": initial_state}
-        return self._run(layer, LinearAttention(), given, v.dtype, final)
+        return self._run(layer, LinearAttention(), given, v.dtype, final, scale)
 
     def ssd(
         self,
@@ -320,5 +320,6 @@ class RecurrentParallel:
         given: Mapping[str, Tensor | None],
         dtype: torch.dtype,
         final: bool,
+        scale: float = 1.0,
     ) -> Result:
-        return self._eagerly(self._runner.run)(layer, kernel, given, dtype, final)
+        return self._eagerly(self._runner.run)(layer, kernel, given, dtype, final, scale)

@@ -55,10 +55,19 @@ class Runner:
         return self.chain.plan
 
     def run(
-        self, layer: str, kernel: Kernel, given: Mapping[str, Tensor | None], dtype: torch.dtype, final: bool
+        self,
+        layer: str,
+        kernel: Kernel,
+        given: Mapping[str, Tensor | None],
+        dtype: torch.dtype,
+        final: bool,
+        scale: float = 1.0,
     ) -> Result:
-        """A layer with a state. `given`: its inputs in order, then D and initial_state, by name."""
-        self.enter(layer, given, (final,))
+        """A layer with a state. `given`: its inputs in order, then D and initial_state, by name.
+
+        `scale`, which q has been multiplied with, is only compared with that of other ranks.
+        """
+        self.enter(layer, given, (final, scale))
         initial = given["initial_state"]
         inputs = [x for name, x in given.items() if name not in ("D", "initial_state") and x is not None]
         theirs = self._find(layer, kernel, inputs) if layer in PLACES else None
@@ -107,7 +116,12 @@ class Runner:
         passed = {name: x for name, x in given.items() if x is not None}
         # A rank without gradients would leave the others waiting in backward.
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in passed.values())
-        said = (tuple(passed), tuple(x.dtype for x in passed.values()), ("requires_grad", needs_grad), *others)
+        said = (
+            tuple(passed),
+            tuple(x.dtype for x in passed.values()),
+            ("requires_grad", needs_grad),
+            *others,
+        )
         device = next(iter(passed.values())).device.type
         self.together(layer, lambda: self._check(layer, passed), said, device)
 
@@ -128,7 +142,8 @@ class Runner:
             self._agreed.add(what)
             machine = None if self.chain.cluster is None else self.chain.cluster.digest
             alike = tuple((letter, n) for letter, n in sizes.items() if letter != "T")
-            call = LayerCall(what, self.plan.seq_len, self.plan.starts, alike, (*others, machine))
+            made = (self.chain.scheme or "auto", self.choice.kernel, self.choice.check, machine)
+            call = LayerCall(what, self.plan.seq_len, self.plan.starts, alike, (*others, *made))
             agree(what, call, error, group, device)
         if error is not None:
             raise error
