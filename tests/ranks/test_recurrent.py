@@ -131,6 +131,28 @@ def test_bytes_are_those_of_the_plan_and_do_not_grow_with_the_length(pool, layer
         assert pairs == [(0, 0)] * 4
 
 
+def sent_for_tokens(ranks: int, seq_len: int) -> tuple[int, int]:
+    """Planned and recorded bytes of a gated delta layer of one head of 2 features, both ways."""
+    rp = RecurrentParallel(cpu_mesh(ranks), seq_len=seq_len)
+    q = torch.full((1, rp.num_tokens, 1, 2), 0.5, requires_grad=True)
+    g = torch.full((1, rp.num_tokens, 1), -0.1, requires_grad=True)
+    for _ in range(2):  # the first call also agrees on its arguments
+        with record_comm() as log, check_every_call(False):
+            rp.gated_delta_rule(q, q, q, g, -g).sum().backward()
+    (stats,) = rp.stats()
+    return stats.sent[rp.rank], log.total_bytes
+
+
+def test_bytes_at_4_ki_tokens_and_at_256_ki(pool):
+    short, long = (pool.run(sent_for_tokens, 4, n, ranks=4, timeout=120.0) for n in (4096, 262144))
+    assert short == long
+    state = transition = (
+        2 * 2 * 4
+    )  # bytes; a rank sends its map to all after it, and backward to all before it
+    wanted = [3 * state, 3 * (state + transition), 3 * (state + transition), 3 * state]
+    assert short == [(n, n) for n in wanted]
+
+
 def called_differently(ranks: int) -> str:
     rp = RecurrentParallel(cpu_mesh(ranks), seq_len=6)
     tokens = 3 if rp.rank == 0 else 2
