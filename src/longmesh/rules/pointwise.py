@@ -46,7 +46,7 @@ def broadcast_shape(call: OpCall) -> Shape:
 def broadcast(shapes: Sequence[Shape]) -> Shape:
     """The shape that all of `shapes` broadcast to. Parts of sizes that don't fit may well fit on some ranks, so it is
     here, of the whole, that they are refused."""
-    if len(shapes) == 1:
+    if shapes and all(shape == shapes[0] for shape in shapes[1:]):
         return shapes[0]
     ndim = max(map(len, shapes), default=0)
     result = [1] * ndim

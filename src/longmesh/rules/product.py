@@ -117,7 +117,8 @@ def gradient_lines(
 ) -> list[AxisRule]:
     """Lines of a product's backward step: of (grad, *operands) in the op's `order` -> gradients asked for.
 
-    Operands that are `unread` may lie anyhow; where all others are replicated they still say what a rank computes.
+    Operands that are `unread` may have any placement; where all others are replicated they still say what a rank
+    computes.
     """
 
     def made(inputs: Sequence[Placement], outputs: Sequence[Placement]) -> None:

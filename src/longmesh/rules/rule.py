@@ -33,7 +33,11 @@ def S(dim: int) -> Shard:
     return Shard(dim)
 
 
-@dataclass(frozen=True, slots=True)
+# Meta, OpCall and OutMeta are values that nobody writes to, made for every new call. They are not `frozen`: making such
+# an object takes four times as long.
+
+
+@dataclass(slots=True, unsafe_hash=True)
 class Meta:
     """Global shape, stride and dtype of one tensor argument; stands in its place in `OpCall.args`."""
 
@@ -47,12 +51,12 @@ class Meta:
         return len(self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class OpCall:
     """An op with its arguments, every tensor (also inside lists) replaced by its `Meta`.
 
-    `tensors` are the metas in order of appearance. `call["dim"]` is an argument by its schema name,
-    its default where it was not given.
+    `tensors` are the metas in order of appearance, `outputs` those of the results. `call["dim"]` is an argument by its
+    schema name, its default where it was not given.
     """
 
     func: OpOverload
@@ -109,7 +113,7 @@ def _num_returns(func: OpOverload) -> int:
     return len(schema_of(func).returns)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class OutMeta:
     """Global shape and stride of one tensor output."""
 

@@ -37,8 +37,8 @@ def describe_call(
     meta_args = map_tensors(describe, args)
     meta_kwargs = map_tensors(describe, kwargs) if kwargs else kwargs
     call = OpCall(func, meta_args, meta_kwargs, tuple(metas))
-    outputs = rule.out_meta(call) if rule.out_meta is not None else run_on_meta(call)
-    return OpCall(func, meta_args, meta_kwargs, call.tensors, outputs), tuple(layouts)
+    call.outputs = rule.out_meta(call) if rule.out_meta is not None else run_on_meta(call)
+    return call, tuple(layouts)
 
 
 def view_strides(

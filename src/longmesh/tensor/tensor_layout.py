@@ -21,10 +21,14 @@ from longmesh.spec import Layout, MaskPartial
 class Kind:
     """What all tensor layouts have in common that differ in sizes alone, beyond whether a size is 0, 1 or larger."""
 
-    __slots__ = ("recipes",)
+    __slots__ = ("has_lookup", "recipes", "tensor_class")
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout, ndim: int) -> None:
         self.recipes: dict[tuple[Any, ...], Any] = {}
+        # As rows of a matrix the parts of such a tensor would not be in one piece.
+        is_sharded_inside = any(0 < dim < ndim - 1 for dim in layout.shard_dims)
+        self.tensor_class = TensorLayout.classes[is_sharded_inside]
+        self.has_lookup = MaskPartial in map(type, layout.placements)
 
 
 class TensorLayout:
@@ -36,7 +40,6 @@ class TensorLayout:
         "has_lookup",
         "is_copied_view",
         "is_expanded",
-        "is_sharded_inside",
         "is_symbolic",
         "kind",
         "layout",
@@ -51,7 +54,7 @@ class TensorLayout:
         "views",
     )
 
-    # The classes of tensors: DTensor, and the one of tensors that are sharded inside (dtensor.py).
+    # The classes of tensors: DTensor, and the one of tensors that are sharded between their first and last dim.
     classes: ClassVar[tuple[type, type]]
 
     comm: MeshComm
@@ -61,8 +64,6 @@ class TensorLayout:
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_symbolic: bool
-    # Whether a dim between the first and the last is sharded: as rows of a matrix the parts would not be in one piece.
-    is_sharded_inside: bool
     # Whether several elements are one place in memory: it has a dim that was expanded.
     is_expanded: bool
     kind: Kind
@@ -143,28 +144,28 @@ def tensor_layout(
 
 
 def _make(comm: MeshComm, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorLayout:
-    held = object.__new__(TensorLayout)
-    held.mesh, held.comm = comm.mesh, comm
-    held.layout, held.shape, held.stride, held.dtype, held.reduced, held.is_copied_view = key
-    held.is_symbolic = is_symbolic
-    last = len(held.shape) - 1
-    held.is_sharded_inside = bool([dim for dim in held.layout.shard_dims if 0 < dim < last])
-    held.is_expanded = (
+    own = object.__new__(TensorLayout)
+    own.mesh, own.comm = comm.mesh, comm
+    own.layout, own.shape, own.stride, own.dtype, own.reduced, own.is_copied_view = key
+    own.is_symbolic = is_symbolic
+    own.is_expanded = (
         not is_symbolic
-        and 0 in held.stride
-        and any(step == 0 and size > 1 for size, step in zip(held.shape, held.stride, strict=True))
+        and 0 in own.stride
+        and any(step == 0 and size > 1 for size, step in zip(own.shape, own.stride, strict=True))
     )
-    held.routes = {}
-    held.plans = {}
-    held.views = set()
-    held.tensor_class = TensorLayout.classes[held.is_sharded_inside]
-    held.tensor_meta = held
-    held.has_lookup = MaskPartial in map(type, held.layout.placements)
-    held.kind = Kind() if is_symbolic else _kind(held)
-    return held
+    own.routes = {}
+    own.plans = {}
+    own.views = set()
+    own.tensor_meta = own
+    kind = own.kind = Kind(own.layout, len(own.shape)) if is_symbolic else _kind(own)
+    own.tensor_class, own.has_lookup = kind.tensor_class, kind.has_lookup
+    return own
 
 
-def _kind(held: TensorLayout) -> Kind:
-    sizes = tuple([n if n < 2 else 2 for n in held.shape])
-    key = (held.layout, held.dtype, held.reduced, held.is_copied_view, held.is_expanded, sizes)
-    return held.comm.kinds.setdefault(key, Kind())
+def _kind(own: TensorLayout) -> Kind:
+    sizes = tuple([n if n < 2 else 2 for n in own.shape])
+    key = (own.layout, own.dtype, own.reduced, own.is_copied_view, own.is_expanded, sizes)
+    kind = own.comm.kinds.get(key)
+    if kind is None:
+        kind = own.comm.kinds[key] = Kind(own.layout, len(sizes))
+    return kind
