@@ -65,10 +65,10 @@ class Explanation:
     Prints as text, with colours through rich. `result`: of the function.
 
     >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
-    >>> told = explain(torch.sum, x)
-    >>> told.result.placements, len(told.steps)
+    >>> explained = explain(torch.sum, x)
+    >>> explained.result.placements, len(explained.steps)
     ((Partial(sum),), 1)
-    >>> print(told)
+    >>> print(explained)
        1  aten.sum.default                   ...
             inputs  (5,) S(0)
             rule    axis 0: S(0) -> P  (rule)

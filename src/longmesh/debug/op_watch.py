@@ -149,7 +149,7 @@ def _parts_of(value: Any) -> list[DTensor]:
 
 
 def _in_redistribution() -> bool:
-    """Whether a redistribution plan is being run: what it sends, it has told itself."""
+    """Whether a redistribution plan is being run: `on_explicit` has said what it sends."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is run_plan.__code__:

@@ -93,20 +93,20 @@ def shard_map(layout: Layout, shape: Sequence[int], ranks: Sequence[int]) -> Sha
     return ShardMap(sizes, layout, intervals, pieces, tuple(empty))
 
 
-def panels(held: ShardMap) -> list[Panel]:
+def panels(shards: ShardMap) -> list[Panel]:
     """The tensor as grids of two dims: its last two, or of more dims the last two that are sharded."""
-    if not held.pieces:
+    if not shards.pieces:
         return []
-    ndim = len(held.shape)
-    shown = list(range(ndim)) if ndim <= 2 else [d for d in range(ndim) if len(held.intervals[d]) > 1][-2:]
+    ndim = len(shards.shape)
+    shown = list(range(ndim)) if ndim <= 2 else [d for d in range(ndim) if len(shards.intervals[d]) > 1][-2:]
     row_dim = shown[-2] if len(shown) == 2 else None
     col_dim = shown[-1] if shown else None
     fixed = [d for d in range(ndim) if d not in (row_dim, col_dim)]
-    index = {piece.box: number for number, piece in enumerate(held.pieces)}
-    rows = held.intervals[row_dim] if row_dim is not None else ((0, 1),)
-    cols = held.intervals[col_dim] if col_dim is not None else ((0, 1),)
+    index = {piece.box: number for number, piece in enumerate(shards.pieces)}
+    rows = shards.intervals[row_dim] if row_dim is not None else ((0, 1),)
+    cols = shards.intervals[col_dim] if col_dim is not None else ((0, 1),)
     result: list[Panel] = []
-    for chosen in product(*(held.intervals[d] for d in fixed)):
+    for chosen in product(*(shards.intervals[d] for d in fixed)):
         at = dict(zip(fixed, chosen, strict=True))
 
         def cell(row: Interval, col: Interval, at: dict[int, Interval] = at) -> int:

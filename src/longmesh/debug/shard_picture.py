@@ -16,38 +16,38 @@ _MIN_HEIGHT = 26.0
 _AXIS_WIDTH, _AXIS_HEIGHT = 64.0, 20.0
 
 
-def draw_shards(held: ShardMap, header: str = "") -> Picture:
+def draw_shards(shards: ShardMap, header: str = "") -> Picture:
     """The picture of a map, panels in rows of about equal number."""
-    found = panels(held)
+    found = panels(shards)
     lines = [header] if header else []
-    lines += [*held.summary] if found else [*held.summary, "no elements"]
+    lines += [*shards.summary] if found else [*shards.summary, "no elements"]
     shapes: list[Rectangle | Label] = [
         Label(_MARGIN, _MARGIN + (number + 0.5) * _LINE, text, 13, "start", bold=bool(header) and number == 0)
         for number, text in enumerate(lines)
     ]
     top = 2 * _MARGIN + len(lines) * _LINE
     across = max(1, math.ceil(math.sqrt(len(found))))
-    widths, heights = _sizes(held, found)
+    widths, heights = _sizes(shards, found)
     step_x = _AXIS_WIDTH + sum(widths) + _MARGIN
     step_y = _LINE + _AXIS_HEIGHT + sum(heights) + _MARGIN
     for number, panel in enumerate(found):
         left = _MARGIN + step_x * (number % across)
-        shapes += _panel(held, panel, left, top + step_y * (number // across), widths, heights)
+        shapes += _panel(shards, panel, left, top + step_y * (number // across), widths, heights)
     text_width = max(len(line) for line in lines) * _CHARACTER * 1.1
     return Picture(
         width=2 * _MARGIN + max(text_width, step_x * across),
         height=top + step_y * math.ceil(len(found) / across) + _MARGIN,
         shapes=tuple(shapes),
-        title=header or held.summary[0],
+        title=header or shards.summary[0],
     )
 
 
-def _sizes(held: ShardMap, found: Sequence[Panel]) -> tuple[list[float], list[float]]:
+def _sizes(shards: ShardMap, found: Sequence[Panel]) -> tuple[list[float], list[float]]:
     """Widths of columns and heights of rows: in proportion, but none too small for its text."""
     if not found:
         return [], []
     panel = found[0]
-    text = max(len(piece.ranks) for piece in held.pieces)
+    text = max(len(piece.ranks) for piece in shards.pieces)
     min_width = max(text, *(len(span(i)) for i in panel.cols)) * _CHARACTER + 12
     return _stretch(panel.cols, _PANEL_WIDTH, min_width), _stretch(panel.rows, _PANEL_HEIGHT, _MIN_HEIGHT)
 
@@ -58,7 +58,7 @@ def _stretch(intervals: Sequence[Interval], length: float, least: float) -> list
 
 
 def _panel(
-    held: ShardMap, panel: Panel, left: float, top: float, widths: list[float], heights: list[float]
+    shards: ShardMap, panel: Panel, left: float, top: float, widths: list[float], heights: list[float]
 ) -> list[Rectangle | Label]:
     shapes: list[Rectangle | Label] = []
     if panel.title:
@@ -77,7 +77,7 @@ def _panel(
             shapes.append(Label(grid_left - 6, y + height / 2, span(row), 11, "end"))
         x = grid_left
         for number, width in zip(cells, widths, strict=True):
-            shapes += _cell(held, number, x, y, width, height)
+            shapes += _cell(shards, number, x, y, width, height)
             x += width
         y += height
     if panel.row_dim is not None:
@@ -86,9 +86,9 @@ def _panel(
 
 
 def _cell(
-    held: ShardMap, number: int, x: float, y: float, width: float, height: float
+    shards: ShardMap, number: int, x: float, y: float, width: float, height: float
 ) -> list[Rectangle | Label]:
-    piece = held.pieces[number]
+    piece = shards.pieces[number]
     color = piece_color(number)
     where = " ".join(f"dim {dim} {span(interval)}" for dim, interval in enumerate(piece.box)) or "a scalar"
     box = Rectangle(x, y, width, height, color, f"rank {piece.ranks}: {where}")

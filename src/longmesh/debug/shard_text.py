@@ -15,7 +15,7 @@ from longmesh.debug.shard_map import Panel, ShardMap, panels, span
 _AS_WIDE_AS_NEEDED = 100_000
 
 
-def render_text(held: ShardMap, header: str, *, use_rich: bool) -> str:
+def render_text(shards: ShardMap, header: str, *, use_rich: bool) -> str:
     """The map as text, as wide as it needs; with `use_rich` in colours, as escape codes of a terminal."""
     console = Console(
         file=io.StringIO(),
@@ -24,21 +24,21 @@ def render_text(held: ShardMap, header: str, *, use_rich: bool) -> str:
         width=_AS_WIDE_AS_NEEDED,
         legacy_windows=False,
     )
-    for part in _parts(held, header, use_rich):
+    for part in _parts(shards, header, use_rich):
         console.print(part, markup=False, highlight=False)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def _parts(held: ShardMap, header: str, use_rich: bool) -> list[RenderableType]:
+def _parts(shards: ShardMap, header: str, use_rich: bool) -> list[RenderableType]:
     lines: list[RenderableType] = [Text(header, style="bold")] if header else []
-    lines += [Text(line) for line in held.summary]
-    if not held.pieces:
+    lines += [Text(line) for line in shards.summary]
+    if not shards.pieces:
         return [*lines, Text("no elements")]
-    return [*lines, *(_table(held, panel, use_rich) for panel in panels(held))]
+    return [*lines, *(_table(shards, panel, use_rich) for panel in panels(shards))]
 
 
-def _table(held: ShardMap, panel: Panel, use_rich: bool) -> Table:
+def _table(shards: ShardMap, panel: Panel, use_rich: bool) -> Table:
     table = Table(
         title=panel.title or None,
         title_justify="left",
@@ -54,12 +54,12 @@ def _table(held: ShardMap, panel: Panel, use_rich: bool) -> Table:
         table.add_column(name, justify="center")
     for row, cells in zip(panel.rows, panel.cells, strict=True):
         head = [] if panel.row_dim is None else [Text(span(row))]
-        table.add_row(*head, *(_cell(held, number, use_rich) for number in cells))
+        table.add_row(*head, *(_cell(shards, number, use_rich) for number in cells))
     return table
 
 
-def _cell(held: ShardMap, number: int, use_rich: bool) -> Text:
-    text = held.pieces[number].ranks
+def _cell(shards: ShardMap, number: int, use_rich: bool) -> Text:
+    text = shards.pieces[number].ranks
     if not use_rich:
         return Text(text)
     color = piece_color(number)

@@ -15,7 +15,7 @@ class strict(OpWatch):
 
     Layouts and plans are the same on every rank, so all raise alike. Let through: a redistribution that sends
     nothing (a replicated tensor is sliced), and a reduction that is part of an op (a softmax over a sharded dim needs
-    its maximum). Backward passes inside the `with` are held to it too.
+    its maximum). Backward passes inside the `with` are checked too.
 
     >>> a = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     >>> with strict():

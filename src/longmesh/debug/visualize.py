@@ -38,10 +38,10 @@ def visualize_sharding(
     if path is not None:
         check_picture_path(path)
     mesh = dtensor.device_mesh
-    held = shard_map(dtensor._layout, dtensor.shape, mesh.mesh.flatten().tolist())
+    shards = shard_map(dtensor._layout, dtensor.shape, mesh.mesh.flatten().tolist())
     if any(mesh.get_coordinate() or ()):
         return
     if path is None:
-        print(render_text(held, header, use_rich=use_rich), end="")
+        print(render_text(shards, header, use_rich=use_rich), end="")
     else:
-        write_picture(draw_shards(held, header), path)
+        write_picture(draw_shards(shards, header), path)

@@ -1,4 +1,4 @@
-"""Those who know only plain tensors or torch's own DTensor are told so, before anything is sent.
+"""What knows only plain tensors or torch's own DTensor refuses ours by name, before anything is sent.
 
 torch.distributed's collectives, and with them DistributedDataParallel, would exchange a wrapper that holds no data;
 FSDP2 would take a longmesh DTensor for a plain tensor. FSDP2 asks a parameter for the attributes below first.

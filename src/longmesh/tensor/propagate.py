@@ -2,8 +2,8 @@
 
 A rule's lines hold on one mesh axis. Here they are combined over the axes: every tensor splits its
 dims by the axes in one common order, one tensor's pending reductions must go together, and lines that
-need equal pieces get them. Of the valid combinations the one whose inputs are cheapest to bring
-there wins; where the inputs lie right already, nothing is searched.
+need equal pieces get them. Of the valid combinations the one whose inputs are cheapest to
+redistribute wins; where no input has to be, nothing is searched.
 
 Pure: every rank makes the same choice from the same call.
 """
@@ -77,7 +77,7 @@ def _stays(choice: Choice, layouts: tuple[Layout, ...], pinned: int) -> bool:
 
 
 def _ready_lines(lines: Sequence[AxisRule], layouts: tuple[Layout, ...]) -> tuple[AxisRule, ...] | None:
-    """For each axis the line that takes the inputs as they lie, if each axis has one."""
+    """For each axis the line that takes the inputs as they are laid out, if each axis has one."""
     by_inputs: dict[tuple[Placement, ...], AxisRule] = {}
     for entry in lines:
         by_inputs.setdefault(entry.inputs, entry)
