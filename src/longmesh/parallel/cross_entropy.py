@@ -22,7 +22,7 @@ from longmesh._torch import no_torch_functions
 from longmesh.comm import comm_of
 from longmesh.comm.collectives import all_reduce
 from longmesh.errors import LongmeshError
-from longmesh.parallel.crossing import gradients_by_ops
+from longmesh.parallel.layer import gradients_by_ops
 from longmesh.rules.lookup import can_read, refuse_unread
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
 from longmesh.tensor import DTensor

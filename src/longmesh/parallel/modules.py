@@ -1,7 +1,7 @@
 """The classes that a plain nn.Linear, nn.Embedding or norm becomes when a style is applied to it.
 
 The module stays the object it was, with its hooks, parameters and state dict; only its forward is another one: it
-takes what a user gives it and runs as one step (under a compiler, by ops). A subclass with a forward of its own
+takes what a user gives it and runs as a Layer (layer.py). A subclass with a forward of its own
 keeps that, between two hooks.
 """
 
@@ -16,32 +16,28 @@ from torch import nn
 from longmesh._torch import functorch_level
 from longmesh.errors import LongmeshError
 from longmesh.parallel.compiling import Traceable
-from longmesh.parallel.embedding import EmbeddingStep
-from longmesh.parallel.linear import LinearStep
-from longmesh.parallel.norm import LayerNormStep, RMSNormStep
+from longmesh.parallel.layer import Layer
 from longmesh.parallel.style import ParallelStyle, describe_module
 from longmesh.parallel.transforms import run_transformed
 from longmesh.tensor import DTensor
 
-Step = LinearStep | EmbeddingStep | LayerNormStep | RMSNormStep
-
 
 class Styled(nn.Module):
-    """A module with a step. `adopt` turns a parameter into our DTensor, where others hold it as something else."""
+    """A module that runs as a Layer. `adopt` turns a parameter into our DTensor, where others hold another class."""
 
-    step: Any
+    layer: Layer
     by_ops: Traceable
     adopt: Callable[[Any], Any] | None = None
 
     def run(self, input: torch.Tensor, parameters: tuple[Any, ...], *options: Any) -> torch.Tensor:
-        """The step with these parameters, as `step.run` takes them, and then the options."""
+        """The layer with these parameters and options, in the order of its `run_by_ops`."""
         if self.adopt is not None:
             parameters = tuple(None if p is None else self.adopt(p) for p in parameters)
         if torch.compiler.is_compiling():
             return self.by_ops.run(input, *parameters, *options)
         if functorch_level() is not None:
-            return run_transformed(self.step.run_by_ops, input, parameters, options)
-        return self.step.run(input, *parameters, *options)
+            return run_transformed(self.layer.run_by_ops, input, parameters, options)
+        return self.layer.run(input, parameters, options)
 
 
 class ParallelLinear(Styled, nn.Linear):
@@ -81,11 +77,11 @@ PARALLEL: dict[type[nn.Module], type[Styled]] = {
 }
 
 
-def give_step(module: nn.Module, step: Step) -> None:
+def give_layer(module: nn.Module, layer: Layer) -> None:
     """Make `module`, of exactly one of the plain classes, the one above for it."""
     module.__class__ = PARALLEL[type(module)]
-    module.__dict__["step"] = step
-    module.__dict__["by_ops"] = Traceable(step.run_by_ops)
+    module.__dict__["layer"] = layer
+    module.__dict__["by_ops"] = Traceable(layer.run_by_ops)
 
 
 def hook(

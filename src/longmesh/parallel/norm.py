@@ -1,160 +1,87 @@
-"""Norms of a sequence that is cut over ranks: every rank normalises its own rows, a LayerNorm as one step of autograd.
+"""Norms of a sequence that is cut over ranks: every rank normalises its own rows.
 
 The parameters are whole on every rank; each rank's rows give a term of their gradients, which are pending sums.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from longmesh.comm import comm_of
-from longmesh.parallel.crossing import can_fuse, deliver, gradients_by_ops, receive, take_gradient
-from longmesh.parallel.style import arrange, enter, layout_on, move_local
-from longmesh.spec import MeshShape, Partial, Replicate, Shard
+from longmesh.parallel.layer import Layer, can_fuse, has_placement
+from longmesh.parallel.style import arrange, enter
+from longmesh.spec import Partial, Replicate
 from longmesh.tensor import DTensor
-from longmesh.tensor.autograd import current_part
-from longmesh.tensor.meta import contiguous_stride
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import Planner
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, eq=False)
-class NormStep:
-    """Along which dim the sequence is cut, and whether the result is a plain tensor."""
+class LayerNormLayer(Layer):
+    """F.layer_norm(x, normalized, weight, bias, eps) of rows that are cut along `input_layout`, as the result is.
+    Collective only where the input is not."""
 
-    mesh: DeviceMesh
-    sequence: Shard
-    local_output: bool
-    argument: str
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NormStep:
-        return self
-
-    def is_local(
-        self, x: torch.Tensor, normalized: tuple[int, ...], *parameters: torch.Tensor | None
-    ) -> bool:
-        """Whether every rank can normalise its own rows: the sequence is not among what is normalised."""
-        dim = self.sequence.dim % x.ndim if x.ndim else 0
-        return (
-            can_fuse(x, self.mesh)
-            and dim < x.ndim - len(normalized)
-            and all(p is None or (_is_whole(p) and p.dtype == x.dtype) for p in parameters)
-        )
-
-    def enter(self, x: torch.Tensor) -> DTensor:
-        return arrange(enter(x, self.mesh, self.sequence, self.argument), self.sequence)
-
-    def leave(self, result: torch.Tensor) -> torch.Tensor:
+    def run_by_ops(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        *parameters, normalized, eps = arguments
+        given = arrange(enter(x, self.mesh, self.input_layout, self.argument), self.input_layout)
+        result = self.normalize(given, normalized, *parameters, eps)
         assert isinstance(result, DTensor)
         return result.to_local() if self.local_output else result
 
+    normalize: Callable[..., torch.Tensor] = staticmethod(F.layer_norm)
 
-class LayerNormStep(NormStep):
-    """A LayerNorm's forward. Collective only where the input is not sharded along the sequence."""
+    def is_usual(self, x: torch.Tensor, parameters: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
+        """Whether every rank can normalise its own rows: the sequence is not among what is normalised."""
+        dim = self.input_layout.dim % x.ndim if x.ndim else 0  # pyright: ignore[reportAttributeAccessIssue]
+        return dim < x.ndim - len(options[0]) and all(
+            p is None or (has_placement(p, Replicate()) and p.dtype == x.dtype) for p in parameters
+        )
+
+    def forward(
+        self, p: Planner, options: tuple[Any, ...], x: Planned, *parameters: Any
+    ) -> Sequence[Planned]:
+        normalized, eps = options
+        taken = p.redistribute(x, self.on_mesh(self.input_layout, x))
+        result, *moments = p.op(
+            aten.native_layer_norm.default, (taken, list(normalized), *parameters, eps), {}
+        )
+        return result, taken, *moments
+
+    def backward(
+        self,
+        p: Planner,
+        options: tuple[Any, ...],
+        needs: tuple[bool, ...],
+        grad: Planned,
+        taken: Planned,
+        *kept: Any,
+    ) -> Sequence[Planned | None]:
+        mean, rstd, *parameters = kept
+        grad = p.redistribute(grad, self.on_mesh(self.input_layout, grad))
+        arguments = (grad, taken, list(options[0]), mean, rstd, *parameters, list(needs))
+        return p.op(aten.native_layer_norm_backward.default, arguments, {})
+
+
+class RMSNormLayer(LayerNormLayer):
+    """F.rms_norm(x, normalized, weight, eps), on local tensors: torch has no backward for its fused kernel on CPUs."""
+
+    normalize = staticmethod(F.rms_norm)
 
     def run(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        normalized: tuple[int, ...],
-        eps: float,
+        self, x: torch.Tensor, parameters: tuple[Any, ...], options: tuple[Any, ...] = ()
     ) -> torch.Tensor:
-        if self.is_local(x, normalized, weight, bias):
-            return _FusedLayerNorm.apply(x, weight, bias, normalized, eps, self)
-        return self.run_by_ops(x, weight, bias, normalized, eps)
-
-    def run_by_ops(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        normalized: tuple[int, ...],
-        eps: float,
-    ) -> torch.Tensor:
-        """The same with DTensor ops."""
-        return self.leave(F.layer_norm(self.enter(x), normalized, weight, bias, eps))
-
-
-class RMSNormStep(NormStep):
-    """An RMSNorm's forward, on local tensors: torch has no backward for its fused kernel on CPUs."""
-
-    def run(
-        self, x: torch.Tensor, weight: torch.Tensor | None, normalized: tuple[int, ...], eps: float | None
-    ) -> torch.Tensor:
-        if not self.is_local(x, normalized, weight):
-            return self.run_by_ops(x, weight, normalized, eps)
-        given = self.enter(x) if isinstance(x, DTensor) else x
+        if not (can_fuse(x, self.mesh) and self.is_usual(x, parameters, options)):
+            return self.run_by_ops(x, *parameters, *options)
+        (weight,), (normalized, eps) = parameters, options
+        given = arrange(x, self.input_layout) if isinstance(x, DTensor) else x
         local = given.to_local() if isinstance(given, DTensor) else given
-        scale = weight.to_local(grad_placements=(Partial(),)) if isinstance(weight, DTensor) else None
+        scale = None if weight is None else weight.to_local(grad_placements=(Partial(),))
         result = F.rms_norm(local, normalized, scale, eps)
         if self.local_output:
             return result
         shape = given.shape if isinstance(given, DTensor) else None
-        return DTensor.from_local(result, self.mesh, (self.sequence,), shape=shape)
-
-    def run_by_ops(
-        self, x: torch.Tensor, weight: torch.Tensor | None, normalized: tuple[int, ...], eps: float | None
-    ) -> torch.Tensor:
-        """The same with DTensor ops."""
-        return self.leave(F.rms_norm(self.enter(x), normalized, weight, eps))
-
-
-def _is_whole(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
-
-
-class _FusedLayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: DTensor | None,
-        bias: DTensor | None,
-        normalized: tuple[int, ...],
-        eps: float,
-        step: LayerNormStep,
-    ) -> torch.Tensor:
-        mesh = step.mesh
-        given, came = receive(x, mesh, step.sequence, None, step.argument)
-        own_layout = layout_on(MeshShape.of(mesh), step.sequence, x.ndim, step.argument)
-        local = move_local(given, came.layout, own_layout, came.shape, comm_of(mesh))
-        scale = None if weight is None else current_part(weight)
-        shift = None if bias is None else current_part(bias)
-        out, mean, rstd = aten.native_layer_norm(local, normalized, scale, shift, eps)
-        ctx.save_for_backward(x, weight, bias, local, mean, rstd)
-        ctx.step, ctx.came, ctx.own_layout, ctx.normalized, ctx.eps = step, came, own_layout, normalized, eps
-        return deliver(out, mesh, own_layout, own_layout, came.shape, as_local=step.local_output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        (grad,) = grads
-        step: LayerNormStep = ctx.step
-        x, weight, bias, local, mean, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative is asked for
-
-            def by_ops(*inputs: Any) -> torch.Tensor:
-                return step.run_by_ops(inputs[0], inputs[1], inputs[2], ctx.normalized, ctx.eps)
-
-            made = gradients_by_ops(by_ops, (x, weight, bias), ctx.needs_input_grad[:3], grad)
-            return *made, None, None, None
-        scale, shift = (None if p is None else p._local_tensor for p in (weight, bias))
-        shape = ctx.came.shape
-        mine = take_gradient(grad, ctx.own_layout, ctx.own_layout, shape, comm_of(step.mesh))
-        needs = list(ctx.needs_input_grad[:3])
-        dx, *terms = aten.native_layer_norm_backward(
-            mine, local, ctx.normalized, mean, rstd, scale, shift, needs
-        )
-        pending = layout_on(ctx.own_layout.mesh, Partial(), len(ctx.normalized), step.argument)
-        stride = contiguous_stride(ctx.normalized)
-        parameters = [
-            DTensor(t, step.mesh, pending, ctx.normalized, stride) if needed else None
-            for t, needed in zip(terms, needs[1:], strict=True)
-        ]
-        given = ctx.came.give_back(dx, ctx.own_layout, ctx.own_layout, step.mesh) if needs[0] else None
-        return given, *parameters, None, None, None
+        return DTensor.from_local(result, self.mesh, (self.input_layout,), shape=shape)

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from longmesh.comm import MeshComm
 from longmesh.comm.p2p import Pending, start_send_receive
 from longmesh.spec import Layout, Replicate, Shard
+from longmesh.tensor.planned import Planned
+from longmesh.tensor.planner import Planner
+from longmesh.tensor.steps import Frame, Slot, Step
+from longmesh.tensor.tensor_layout import TensorLayout
 
 
 def can_overlap(src: Layout, dst: Layout, ndim: int) -> bool:
@@ -26,45 +30,80 @@ def can_overlap(src: Layout, dst: Layout, ndim: int) -> bool:
 
 
 def gather_linear(
-    local: torch.Tensor,
-    src: Layout,
-    shape: Sequence[int],
-    matrix: torch.Tensor,
-    bias: torch.Tensor | None,
-    comm: MeshComm,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole input and `linear(whole, matrix, bias)`, when this rank holds the rows that `src` gives it.
+    p: Planner, x: Planned, matrix: Planned, bias: Planned | None, *, transposed: bool
+) -> tuple[Planned, Planned]:
+    """Plan the whole of `x`, which is sharded by rows, and its product with this rank's part of a matrix."""
+    features = matrix.shape[1 if transposed else 0]
+    shape, whole = (*x.shape[:-1], features), Layout.replicated(x._layout.mesh)
+    done = whole.with_placement(0, Shard(x.ndim - 1))
+    slot = p.new_slot(2)
+    inputs = (x.slot, matrix.slot, None if bias is None else bias.slot)
+    p.steps.append(GatherLinear(*inputs, slot, x._tensor_layout, transposed))
+    return p.wrap(Slot(slot), x, layout=whole), p.wrap(Slot(slot + 1), x, layout=done, shape=shape)
 
-    Collective over the mesh's one axis.
-    """
-    (dim, _), *_ = src.shard_order
-    group = comm.group((0,))
-    me, size = group.rank, group.size
-    shapes = [src.local_shape(shape, member) for member in group.members]
-    counts = [math.prod(int(n) for n in s) for s in shapes]
-    mine = local.contiguous().view(-1, 1)
-    pending: list[tuple[int, Pending]] = []
-    for distance in range(1, size):
-        to, source = (me + distance) % size, (me - distance) % size
-        started = start_send_receive(
-            mine,
-            send_counts=[counts[me] if i == to else 0 for i in range(size)],
-            recv_counts=[counts[source] if i == source else 0 for i in range(size)],
-            group=group,
-        )
-        pending.append((source, started))
-    whole = local.new_empty(tuple(shape))
-    result = local.new_empty((*shape[:-1], matrix.shape[0]))
 
-    def multiply(member: int, chunk: torch.Tensor) -> None:
-        start, length = (int(n) for n in src.interval(dim, shape[dim], group.members[member]))
-        whole.narrow(dim, start, length).copy_(chunk)
-        _linear_into(result.narrow(dim, start, length), chunk, matrix, bias)
+@dataclass(frozen=True, slots=True)
+class GatherLinear(Step):
+    """The rows of a value laid out as `have` come from all ranks, and each chunk is multiplied when it is there. The
+    whole goes to the slot `out`, the product to the next."""
 
-    multiply(me, local)
-    for source, started in pending:
-        multiply(source, started.wait().view(shapes[source]))
-    return whole, result
+    source: int
+    matrix: int
+    bias: int | None
+    out: int
+    have: TensorLayout
+    transposed: bool
+
+    @property
+    def reads(self) -> Sequence[int]:
+        return [self.source, self.matrix] + ([] if self.bias is None else [self.bias])
+
+    @property
+    def sent_bytes(self) -> int:
+        own = self.have
+        part = own.layout.local_shape(own.shape, own.comm.coordinate)
+        return math.prod(map(int, part)) * own.dtype.itemsize * (own.layout.mesh.size() - 1)
+
+    @property
+    def is_collective(self) -> bool:
+        return self.have.layout.mesh.size() > 1
+
+    def run(self, frame: Frame) -> None:
+        """Collective over the mesh's one axis."""
+        local, matrix = frame.values[self.source], frame.values[self.matrix]
+        matrix = matrix.t() if self.transposed else matrix
+        bias = None if self.bias is None else frame.values[self.bias]
+        src, shape, group = self.have.layout, self.have.shape, self.have.comm.group((0,))
+        (dim, _), *_ = src.shard_order
+        me, size = group.rank, group.size
+        shapes = [src.local_shape(shape, member) for member in group.members]
+        counts = [math.prod(int(n) for n in s) for s in shapes]
+        mine = local.contiguous().view(-1, 1)
+        pending: list[tuple[int, Pending]] = []
+        for distance in range(1, size):
+            to, source = (me + distance) % size, (me - distance) % size
+            started = start_send_receive(
+                mine,
+                send_counts=[counts[me] if i == to else 0 for i in range(size)],
+                recv_counts=[counts[source] if i == source else 0 for i in range(size)],
+                group=group,
+            )
+            pending.append((source, started))
+        whole = local.new_empty(shape)
+        result = local.new_empty((*shape[:-1], matrix.shape[0]))
+
+        def multiply(member: int, chunk: torch.Tensor) -> None:
+            start, length = (int(n) for n in src.interval(dim, shape[dim], group.members[member]))
+            whole.narrow(dim, start, length).copy_(chunk)
+            _linear_into(result.narrow(dim, start, length), chunk, matrix, bias)
+
+        multiply(me, local)
+        for source, started in pending:
+            multiply(source, started.wait().view(shapes[source]))
+        frame.values[self.out : self.out + 2] = [whole, result]
+
+    def __str__(self) -> str:
+        return "rows are gathered, and multiplied as they arrive"
 
 
 def _linear_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> None:

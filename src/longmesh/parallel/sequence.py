@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import own_parameters
-from longmesh.parallel.modules import check_unstyled, give_step, hook
-from longmesh.parallel.norm import LayerNormStep, RMSNormStep
+from longmesh.parallel.modules import check_unstyled, give_layer, hook
+from longmesh.parallel.norm import LayerNormLayer, RMSNormLayer
 from longmesh.parallel.style import (
     ParallelStyle,
     arrange,
@@ -21,7 +21,7 @@ from longmesh.parallel.style import (
 from longmesh.spec import Replicate, Shard
 from longmesh.tensor import DTensor
 
-_STEPS = {nn.LayerNorm: LayerNormStep, nn.RMSNorm: RMSNormStep}
+_LAYERS = {nn.LayerNorm: LayerNormLayer, nn.RMSNorm: RMSNormLayer}
 
 
 class SequenceParallel(ParallelStyle):
@@ -49,9 +49,10 @@ class SequenceParallel(ParallelStyle):
         for part in module.modules():
             for name in list(own_parameters(part)):
                 distribute_parameter(part, name, device_mesh, Replicate(), self.src_data_rank)
-        kind = _STEPS.get(type(module))
+        kind = _LAYERS.get(type(module))
         if kind is not None:
-            give_step(module, kind(device_mesh, *self.sequence_sharding, self.use_local_output, argument))
+            (sequence,) = self.sequence_sharding
+            give_layer(module, kind(device_mesh, sequence, sequence, self.use_local_output, argument))
         else:
             replicate_buffers(module, device_mesh, self.src_data_rank)
             self._hook(module, device_mesh, argument)

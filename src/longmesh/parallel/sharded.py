@@ -1,4 +1,4 @@
-"""ColwiseParallel and RowwiseParallel: shard a module's parameters, and give it the step that runs them."""
+"""ColwiseParallel and RowwiseParallel: shard a module's parameters, and give it the layer that runs them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.parallel.embedding import EmbeddingStep
-from longmesh.parallel.linear import LinearStep
-from longmesh.parallel.modules import PARALLEL, check_unstyled, give_step, hook
+from longmesh.parallel.embedding import EmbeddingLayer
+from longmesh.parallel.linear import LinearLayer
+from longmesh.parallel.modules import PARALLEL, check_unstyled, give_layer, hook
 from longmesh.parallel.style import (
     ParallelStyle,
     arrange,
@@ -57,29 +57,15 @@ class ShardedStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check("", module, device_mesh)
         argument = f"{type(self).__name__} of {type(module).__name__}"
+        usual = (device_mesh, *self.input_layouts, *self.output_layouts, self.use_local_output, argument)
         if isinstance(module, nn.Linear):
-            step: Any = LinearStep(
-                device_mesh,
-                self.by_rows,
-                *self.input_layouts,
-                *self.output_layouts,
-                self.use_local_output,
-                self.overlap,
-                argument,
-            )
-            distribute_parameter(module, "bias", device_mesh, step.bias_placement, self.src_data_rank)
+            layer = LinearLayer(*usual, self.by_rows, self.overlap)
+            distribute_parameter(module, "bias", device_mesh, layer.bias_placement, self.src_data_rank)
         else:
-            step = EmbeddingStep(
-                device_mesh,
-                self.by_rows,
-                *self.input_layouts,
-                *self.output_layouts,
-                self.use_local_output,
-                argument,
-            )
-        distribute_parameter(module, "weight", device_mesh, step.weight_placement, self.src_data_rank)
+            layer = EmbeddingLayer(*usual, self.by_rows)
+        distribute_parameter(module, "weight", device_mesh, layer.weight_placement, self.src_data_rank)
         if type(module) in PARALLEL:
-            give_step(module, step)
+            give_layer(module, layer)
         else:
             replicate_buffers(module, device_mesh, self.src_data_rank)
             self._hook(module, device_mesh, argument)

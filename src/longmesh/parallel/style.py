@@ -19,9 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import own_buffers
-from longmesh.comm import MeshComm, comm_anywhere, run_plan
+from longmesh.comm import MeshComm, comm_anywhere
 from longmesh.errors import LongmeshError
-from longmesh.plan import plan_redistribute
 from longmesh.spec import Layout, MeshShape, Placement, Replicate
 from longmesh.tensor import DTensor, distribute_tensor
 from longmesh.tensor.arguments import normalize_placements
@@ -116,31 +115,21 @@ def layout_on(mesh: MeshShape, placement: Placement, ndim: int, argument: str) -
 
 
 def whole_shape(
-    layout: Layout, local: torch.Tensor, comm: MeshComm, features: int | None, argument: str
+    layout: Layout, local: Sequence[int], comm: MeshComm, features: int | None, argument: str
 ) -> tuple[int, ...]:
-    """The global shape of this rank's `local`; its last dim is `features` long where that is known."""
-    shape = even_global_shape(layout, local.shape)
-    last = local.ndim - 1
+    """The global shape of this rank's part of shape `local`; its last dim is `features` long where that is known."""
+    shape = even_global_shape(layout, local)
+    last = len(local) - 1
     if features is None or not layout.shard_axes(last):
         return shape
     expected = layout.interval(last, features, comm.coordinate)[1]
-    if comm.is_member and local.shape[last] != expected:
+    if comm.is_member and local[last] != expected:
         raise LongmeshError(
-            f"{argument}: this rank's input has {local.shape[last]} features and its share of {features} on "
+            f"{argument}: this rank's input has {local[last]} features and its share of {features} on "
             f"{layout.mesh.sizes[0]} ranks is {expected}; pass the shard that chunking gives, or give input_layouts= "
             "as the input really is (Replicate() if it is whole)"
         )
     return (*shape[:last], features)
-
-
-def move_local(
-    local: torch.Tensor, src: Layout, dst: Layout, shape: Sequence[int], comm: MeshComm
-) -> torch.Tensor:
-    """This rank's part of a tensor of `shape` in another layout, without autograd. Collective."""
-    if src is dst:
-        return local
-    plan = plan_redistribute(src, dst, shape=shape, itemsize=local.element_size(), cluster=comm.cluster)
-    return run_plan(plan, local, comm)
 
 
 # -- in and out ----------------------------------------------------------------------------------
@@ -157,7 +146,7 @@ def enter(
             )
         return tensor
     layout = layout_on(MeshShape.of(mesh), placement, tensor.ndim, argument)
-    shape = whole_shape(layout, tensor, comm_anywhere(mesh), features, argument)
+    shape = whole_shape(layout, tensor.shape, comm_anywhere(mesh), features, argument)
     return DTensor.from_local(tensor, mesh, layout.placements, shape=shape)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from longmesh.errors import LongmeshError
-from longmesh.parallel.crossing import gradients_by_ops
+from longmesh.parallel.layer import gradients_by_ops
 
 Run = Callable[..., torch.Tensor]
 

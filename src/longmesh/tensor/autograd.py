@@ -45,7 +45,7 @@ def _layout_of_parts(
     return layout
 
 
-def make_of_parts(
+def make_tensor_layout_of_parts(
     comm: MeshComm,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
@@ -60,7 +60,7 @@ def make_of_parts(
     return tensor_layout(comm.mesh, layout, whole, strides, dtype)
 
 
-held_of_parts = kept_by_mesh(4096)(make_of_parts)
+tensor_layout_of_parts = kept_by_mesh(4096)(make_tensor_layout_of_parts)
 
 
 class LocalArguments(NamedTuple):
@@ -175,12 +175,12 @@ def part_moved(
     tensor: DTensor, layout: Layout, *, async_op: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """This rank's part of the tensor in another layout. Collective."""
-    local, held = current_part(tensor), tensor._tensor_layout
+    local, own = current_part(tensor), tensor._tensor_layout
     if dtype is not None:
         local = local.to(dtype)
-        held = tensor_layout(held.mesh, held.layout, held.shape, held.stride, dtype)
-    if held.layout is not layout:
-        local = run_plan(held.route(layout), local, held.comm, async_op=async_op)
+        own = tensor_layout(own.mesh, own.layout, own.shape, own.stride, dtype)
+    if own.layout is not layout:
+        local = run_plan(own.route(layout), local, own.comm, async_op=async_op)
     return local
 
 

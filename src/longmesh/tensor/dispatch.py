@@ -14,7 +14,7 @@ A plan that is made anew is, too, what every other rank has: making it depends o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from longmesh.tensor.op_key import (
     key_of_list,
     key_of_sizes,
 )
-from longmesh.tensor.op_plan import OpPlan, execute, finish
+from longmesh.tensor.op_plan import OpPlan, execute, fill_result, finish, run_steps
 from longmesh.tensor.outside import is_split, plan_outside, run_split
 from longmesh.tensor.plain import replicate_plain, value_of, writes_plain
 from longmesh.tensor.tensor_layout import TensorLayout
@@ -199,15 +199,15 @@ class Dispatcher(PlanMaker):
         note: tuple[Any] | None,
     ) -> OpPlan:
         """Make a plan, from the recipe of others like it if there is one, and keep it."""
-        layouts = [lead, *[part for part in key or () if type(part) is TensorLayout]]
-        is_symbolic = any(own.is_symbolic for own in layouts)
         kinds: tuple[Any, ...] | None = None
         plan = None
-        if key is not None and not is_symbolic:
+        if key is not None:  # symbolic sizes have kinds of their own, which have no recipes
             kinds = tuple([p.kind if type(p) is TensorLayout else p for p in key])
             recipe = lead.kind.recipes.get(kinds)
             plan = None if recipe is None else recipe.plan(args, kwargs, lead)
         if plan is None:
+            layouts = [lead, *[part for part in key or () if type(part) is TensorLayout]]
+            is_symbolic = any(own.is_symbolic for own in layouts)
             is_traced = dispatch_mode_count() > 0
             plan, recipe, by_value = self.make(
                 table.func, args, kwargs, is_traced=is_traced, note=None if note is None else note[0]
@@ -229,6 +229,20 @@ class Dispatcher(PlanMaker):
         if key is not None:
             _keep(lead.plans, key, plan)
         return plan
+
+    def run_several(
+        self, build: Callable[..., Any], static: tuple[Any, ...], tensors: tuple[Any, ...]
+    ) -> Any:
+        """Several ops on `tensors` (the first a DTensor, others may be None) by one plan, which `build` writes
+        (`PlanMaker.make_of`). Kept as plans of ops are, `build` in the place of the op. Below autograd; collective
+        where the plan is."""
+        lead = tensors[0]._tensor_layout
+        key = (build, static, *[None if t is None else t._tensor_layout for t in tensors])
+        plan = lead.plans.get(key)
+        if plan is None:
+            plan = self.make_of(build, static, tensors)
+            _keep(lead.plans, key, plan)
+        return fill_result(plan.result, run_steps(plan, tensors, {}))
 
     def plan_of(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan | None:
         """The plan that a call would run by; None of one that has none: it writes scalars to a plain tensor."""

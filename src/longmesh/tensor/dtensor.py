@@ -92,8 +92,8 @@ class DTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> DTensor:
         """Wrap a local tensor that is already this rank's part. For users: `from_local`."""
-        held = tensor_layout(mesh, layout, shape, stride, local_tensor.dtype)
-        return make_around(held.tensor_class, local_tensor, held, requires_grad)
+        own = tensor_layout(mesh, layout, shape, stride, local_tensor.dtype)
+        return make_around(own.tensor_class, local_tensor, own, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -290,7 +290,7 @@ class DTensor(torch.Tensor):
     def __coerce_same_metadata_as_tangent__(
         self, context: tuple[DeviceMesh, Layout, type[DTensor]], expected_type: type | None = None
     ) -> DTensor | None:
-        """A gradient that came in another layout than a compiler traced: brought there."""
+        """A gradient that came in another layout than a compiler traced: redistributed to that."""
         if expected_type is not None and not issubclass(expected_type, DTensor):
             return None
         return autograd.move(self, context[1])
@@ -332,16 +332,16 @@ def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Pla
     """from_local's common case."""
     stride, comm = None if local.is_contiguous() else local.stride(), comm_anywhere(mesh)
     try:
-        held = autograd.held_of_parts(comm, placements, local.shape, stride, local.dtype)
+        own = autograd.tensor_layout_of_parts(comm, placements, local.shape, stride, local.dtype)
     except TypeError:  # symbolic sizes don't hash
-        held = autograd.make_of_parts(comm, placements, local.shape, stride, local.dtype)
+        own = autograd.make_tensor_layout_of_parts(comm, placements, local.shape, stride, local.dtype)
     part = local.detach() if comm.is_member else local.new_empty(0)
-    return make_quickly(held.tensor_class, part, held, False)
+    return make_quickly(own.tensor_class, part, own, False)
 
 
-def wrap(local: torch.Tensor, held: TensorLayout) -> DTensor:
+def wrap(local: torch.Tensor, own: TensorLayout) -> DTensor:
     """The DTensor whose part here is `local`: every op's last step."""
-    return make_around(held.tensor_class, local, held, False)
+    return make_around(own.tensor_class, local, own, False)
 
 
 DTensor._tensor_layout = DTensor._spec

@@ -97,9 +97,9 @@ def _can_take(*operands: Any) -> bool:
     for operand in operands:
         if not isinstance(operand, DTensor):
             return False
-        held = operand._tensor_layout
-        first = first or held
-        if held.comm is not first.comm or held.dtype is not first.dtype:
+        own = operand._tensor_layout
+        first = first or own
+        if own.comm is not first.comm or own.dtype is not first.dtype:
             return False
     return first is not None and first.dtype.is_floating_point
 

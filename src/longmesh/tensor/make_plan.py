@@ -20,6 +20,7 @@ from longmesh.rules import Rule, find_rule
 from longmesh.tensor.by_rule import describe_call, local_form, pends_more, view_strides
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.mask_buffer import without_mask
+from longmesh.tensor.meta import contiguous_stride
 from longmesh.tensor.one_by_one import plan_one_by_one, plan_through_views
 from longmesh.tensor.op_facts import OpFacts, decomposition_of, facts_of
 from longmesh.tensor.op_plan import OpPlan, Output
@@ -123,6 +124,17 @@ class PlanMaker:
             return plan_one_by_one(func), None, True
         strides = view_strides(func, args, kwargs) if facts_of(func).is_view else ()
         return planner.plan(func, result, _how(func, family), strides), None, True
+
+    def make_of(self, build: Callable[..., Any], static: tuple[Any, ...], tensors: Sequence[Any]) -> OpPlan:
+        """The plan of several ops that `build(planner, *static, *tensors)` writes, as a family does."""
+        first: Any = next(t for t in tensors if t is not None)
+        planner = Planner(first._tensor_layout.comm, first.device, self.families, self.warned)
+        numbers = iter(range(len(tensors)))
+        planned = map_tensors(lambda t: planner.add_input(t, next(numbers)), list(tensors))
+        with no_dispatch_modes(), torch.no_grad():
+            result = build(planner, *static, *planned)
+        strides = [contiguous_stride(t.shape) for t in all_tensors(result)]
+        return planner.plan(None, result, "several ops", strides)
 
     def _by_rule(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -78,7 +78,7 @@ class Whole(NamedTuple):
 NOTHING = object()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class OpPlan:
     """How one op call runs: `steps`, and then what is made of the slots.
 
@@ -88,7 +88,8 @@ class OpPlan:
     argument that an in-place op returns; `replaces`: its local tensor is replaced (t_, squeeze_). `is_view`: of a view
     op, `is_copy` if its result does not share the input's memory. `needs_values`: not while tensors are traced.
     `after`: called with the result. `quick`: the result of a plain plan that is one new tensor; once its layout is
-    known, wrapping is all that is left to do.
+    known, wrapping is all that is left to do. Nobody writes to a plan; it is not `frozen`, which
+    takes longer to make.
     """
 
     steps: tuple[Step, ...]
@@ -109,7 +110,7 @@ class OpPlan:
 
     def __post_init__(self) -> None:
         is_quick = self.plain is not None and self.written is None and not (self.is_view and self.is_copy)
-        object.__setattr__(self, "quick", self.single if is_quick and self.single is not None else _SEVERAL)
+        self.quick = self.single if is_quick and self.single is not None else _SEVERAL
 
     @property
     def sent_bytes(self) -> int:
@@ -117,8 +118,8 @@ class OpPlan:
         return sum(step.sent_bytes for step in self.steps)
 
 
-def execute(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a plan on a call. Collective where the plan is."""
+def run_steps(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
+    """Run a plan's steps on a call. Collective where the plan is."""
     tensors = all_tensors((args, kwargs))
     values = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
     values += [None] * (plan.num_slots - len(values))
@@ -131,10 +132,16 @@ def execute(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     else:
         for step in plan.steps:
             step.run(frame)
+    return frame
+
+
+def execute(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op's plan on a call, and give what the op returns. Collective where the plan is."""
+    frame = run_steps(plan, args, kwargs)
     if plan.result is None:
-        return finish(plan, values[-1], func, args, kwargs)
+        return finish(plan, frame.values[-1], func, args, kwargs)
     with _wrapping(plan, args):
-        result = _fill(plan.result, frame)
+        result = fill_result(plan.result, frame)
     if plan.after is not None:
         plan.after(result)
     return _finish_view(plan, result, func, args, kwargs)
@@ -179,7 +186,8 @@ def replace_target(
     return target
 
 
-def _fill(value: Any, frame: Frame) -> Any:
+def fill_result(value: Any, frame: Frame) -> Any:
+    """What a plan's `result` stands for, once its steps have run."""
     kind = type(value)
     if kind is Output:
         result = wrap(frame.values[value.slot], value)
@@ -197,7 +205,7 @@ def _fill(value: Any, frame: Frame) -> Any:
             lambda t: DTensor(t, value.mesh, whole, t.shape, t.stride()), frame.values[value.slot]
         )
     if kind is tuple or kind is list:
-        return kind([_fill(v, frame) for v in value])
+        return kind([fill_result(v, frame) for v in value])
     return None if value is NOTHING else value
 
 

@@ -116,9 +116,14 @@ class Planner(StepWriter):
         if any(without_mask(y) is not y for y in choice.outputs):
             local_call = _unmasked(local_call)
         structure = result_on_meta(call)
+        if (mask := call.get("output_mask")) is not None:  # meta kernels give more than is asked for
+            structure = tuple([t if asked else None for t, asked in zip(structure, mask, strict=True)])
         metas: list[torch.Tensor] = []
         map_tensors(metas.append, structure)
-        parts = self.locals(len(metas), local_call, *local_args, **local_kwargs) if metas else ()
+        if isinstance(structure, torch.Tensor):
+            parts = (self.local(local_call, *local_args, **local_kwargs),)
+        else:
+            parts = self.locals(len(metas), local_call, *local_args, **local_kwargs) if metas else ()
         stays = all(a is b for a, b in zip(moved, tensors, strict=True))
         is_copy = facts.is_copied_view or not stays or pends_more(choice.inputs, choice.outputs)
         results = iter(
@@ -208,22 +213,24 @@ class Planner(StepWriter):
     # -- the plan ------------------------------------------------------------------------------
 
     def plan(
-        self, func: OpOverload, result: Any, how: str, strides: Sequence[tuple[int, ...]] = ()
+        self, func: OpOverload | None, result: Any, how: str, strides: Sequence[tuple[int, ...]] = ()
     ) -> OpPlan:
-        """The plan of an op whose result is made of planned tensors. `strides`: theirs, where they are known."""
-        facts = facts_of(func)
+        """The plan of an op whose result is made of planned tensors; None: of several ops, none of which writes or
+        gives a view. `strides`: the results', where they are known."""
+        is_view = func is not None and facts_of(func).is_view
+        is_mutable = func is not None and schema_of(func).is_mutable
         kept: set[int] = set()
         following = iter(strides)
 
         def leaf(value: Any) -> Any:
             if isinstance(value, Planned):
-                if value.input is not None and schema_of(func).is_mutable:
+                if value.input is not None and is_mutable:
                     return Given(value.input)
                 kept.add(value.slot)
                 own = value._tensor_layout
                 shares = 0 if own.has_lookup else None
                 stride = next(following, None)
-                return Output(own.mesh, own.layout, own.shape, stride, value.slot, shares, facts.is_view)
+                return Output(own.mesh, own.layout, own.shape, stride, value.slot, shares, is_view)
             if isinstance(value, Output):
                 kept.add(value.slot)
             if isinstance(value, Slot):
@@ -236,7 +243,7 @@ class Planner(StepWriter):
                 return [leaf(v) for v in value] if isinstance(value, list) else tuple(leaf(v) for v in value)
             return value
 
-        if schema_of(func).is_mutable:
+        if is_mutable:
             self.steps += [Forget(number) for number in self.remembering]
         steps = tuple(self.steps)
         is_copied_view = any(isinstance(t, Planned) and t.is_copied_view for t in all_tensors(result))
@@ -247,7 +254,7 @@ class Planner(StepWriter):
             num_slots=self.num_slots,
             drops=drops(steps, kept, self.num_inputs),
             replaces=self.replaces,
-            is_view=facts.is_view,
+            is_view=is_view,
             is_copy=is_copied_view
             or any(step.is_collective or isinstance(step, (Redistribute, Exchange)) for step in steps),
             needs_values=self.needs_values,

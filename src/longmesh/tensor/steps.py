@@ -47,7 +47,7 @@ def fill(value: Any, values: list[Any]) -> Any:
     if kind is Slot:
         return values[value.number]
     if kind is tuple or kind is list:
-        return kind([fill(v, values) for v in value])
+        return kind([values[v.number] if type(v) is Slot else fill(v, values) for v in value])
     if kind is dict:
         return {name: fill(v, values) for name, v in value.items()}
     return value
@@ -150,7 +150,8 @@ class LocalCall(Step):
 
     def run(self, frame: Frame) -> None:
         values = frame.values
-        result = self.call(*fill(self.args, values), **fill(self.kwargs, values))
+        args = fill(self.args, values)
+        result = self.call(*args, **fill(self.kwargs, values)) if self.kwargs else self.call(*args)
         if self.count == 1:
             values[self.out] = result
             return
