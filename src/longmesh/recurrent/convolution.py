@@ -22,6 +22,7 @@ from longmesh.comm.halo import Rows, add_rows, fetch_rows, return_rows
 from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain
 from longmesh.recurrent.kernel.convolution import Convolution
+from longmesh.recurrent.once import refuse_second_derivative
 
 
 def convolve(
@@ -92,11 +93,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise LongmeshError(
-                "a second derivative through a convolution over a cut sequence is not supported; call backward() or "
-                "autograd.grad() without create_graph=True"
-            )
+        refuse_second_derivative("a convolution")
         x, before, weight, bias = ctx.saved_tensors
         grad_out, grad_last = gradients
         grad_out = torch.zeros_like(x) if grad_out is None else grad_out

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain, start_walk
 from longmesh.recurrent.chunks import Chunks
 from longmesh.recurrent.kernel.form import Kernel
+from longmesh.recurrent.once import refuse_second_derivative
 from longmesh.recurrent.transition import Algebra, Transitions
 
 Segments = list[tuple[slice, Chunks]]
@@ -114,11 +114,7 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise LongmeshError(
-                "a second derivative through a recurrent layer over a cut sequence is not supported; call backward() "
-                "or autograd.grad() without create_graph=True"
-            )
+        refuse_second_derivative("a recurrent layer")
         with _no_autocast(gradients[0]):
             return _differentiate_all(ctx, *gradients)
 

@@ -15,18 +15,19 @@ from torch import Tensor
 from longmesh.comm.agree import agree, checks_every_call
 from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain
-from longmesh.recurrent.choose import DOCUMENTS, TOKENS, Choice, find_kernel
+from longmesh.recurrent.choose import Choice, find_kernel
 from longmesh.recurrent.chunks import Chunks, chunks_of
+from longmesh.recurrent.compare import compare_convolutions, compare_layers
 from longmesh.recurrent.convolution import convolve
 from longmesh.recurrent.function import run
 from longmesh.recurrent.gather import share_last
 from longmesh.recurrent.kernel.form import Kernel
 from longmesh.recurrent.kernel.packages import PLACES
 from longmesh.recurrent.kernel.span import Span, SpanKernel, span_of
-from longmesh.recurrent.plan import RecurrentPlan, Starts, plan_recurrent
-from longmesh.recurrent.scaled import state_dtype
+from longmesh.recurrent.plan import RecurrentPlan, Starts
 from longmesh.recurrent.signature import find_sizes
 from longmesh.recurrent.span_function import run_span
+from longmesh.recurrent.transition import state_dtype
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -99,7 +100,7 @@ class Runner:
         inputs = [x, weight] if bias is None else [x, weight, bias]
         theirs = None
         if 2 <= weight.shape[-1] <= 4:
-            compare = functools.partial(_compare_convolutions, self.choice)
+            compare = functools.partial(compare_convolutions, self.choice)
             theirs = find_kernel(self.choice, "causal_conv1d", inputs, self.chain.group, compare)
         out, last = convolve(self.chain, x, weight, bias, activation, initial, theirs)
         return (out, share_last(self.chain, last)) if final else out
@@ -160,7 +161,7 @@ class Runner:
         return sizes
 
     def _find(self, layer: str, kernel: Kernel, inputs: Sequence[Tensor]) -> SpanKernel | None:
-        compare = functools.partial(_compare_layers, self.choice, layer, kernel)
+        compare = functools.partial(compare_layers, self.choice, layer, kernel)
         return find_kernel(self.choice, layer, inputs, self.chain.group, compare)
 
     def _span(self, like: Tensor) -> Span:
@@ -169,70 +170,3 @@ class Runner:
         if key not in self._spans:
             self._spans[key] = span_of(self.plan, self.chain.rank, *key)
         return self._spans[key]
-
-
-def _alone(documents: list[int] | None) -> Chain:
-    return Chain(plan_recurrent(seq_len=TOKENS, ranks=1, documents=documents), 0, None, (0,))
-
-
-def _differentiated(
-    call: Callable[[Sequence[Tensor], Tensor], tuple[Tensor, Tensor]],
-    inputs: Sequence[Tensor],
-    initial: Tensor,
-    where: str,
-) -> dict[str, Tensor]:
-    """Outputs, final state, and gradients of the inputs and of the initial state, by name."""
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (*inputs, initial)]
-        out, last = call(leaves[:-1], leaves[-1])
-        weight = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
-    found = torch.autograd.grad((out, last), leaves, (weight, torch.ones_like(last)), materialize_grads=True)
-    names = ["outputs", "final state", *(f"gradient of input {n}" for n in range(len(found)))]
-    return {f"{name} {where}": x.detach() for name, x in zip(names, (out, last, *found), strict=True)}
-
-
-def _compare_layers(
-    choice: Choice, layer: str, kernel: Kernel, inputs: Sequence[Tensor], ours: bool
-) -> dict[str, Tensor]:
-    """A layer on tiny inputs in this process, by our kernel or by the package's: with documents if that knows them."""
-    theirs: SpanKernel = choice.packages.find(PLACES[layer])
-    found: dict[str, Tensor] = {}
-    for documents in (None, DOCUMENTS):
-        chain = _alone(documents)
-        span = span_of(chain.plan, 0, 1, inputs[0].device)
-        if not theirs.can_run(span):
-            continue
-        initial = torch.full_like(theirs.empty_state(inputs), 0.5)
-
-        def call(
-            given: Sequence[Tensor], state: Tensor, chain: Chain = chain, span: Span = span
-        ) -> tuple[Tensor, Tensor]:
-            if not ours:
-                return run_span(theirs, chain, span, state, given)
-            chunks = chunks_of(chain.plan, 0, kernel.chunk, dtype=state.dtype, device=state.device)
-            return run(kernel, chain, chunks, state, [x.to(state.dtype) for x in given])
-
-        found |= _differentiated(
-            call, inputs, initial, f"of documents {documents}" if documents else "of one document"
-        )
-    return found
-
-
-def _compare_convolutions(choice: Choice, inputs: Sequence[Tensor], ours: bool) -> dict[str, Tensor]:
-    theirs = None if ours else choice.packages.find(PLACES["causal_conv1d"])
-    x, weight = inputs[:2]
-    initial = torch.full((1, x.shape[1], weight.shape[1] - 1), 0.5, dtype=x.dtype, device=x.device)
-    found: dict[str, Tensor] = {}
-    for documents, activation in ((None, None), (DOCUMENTS, "silu")):
-        chain = _alone(documents)
-
-        def call(
-            given: Sequence[Tensor], state: Tensor, chain: Chain = chain, activation: str | None = activation
-        ) -> tuple[Tensor, Tensor]:
-            x, weight, *bias = given
-            return convolve(chain, x, weight, bias[0] if bias else None, activation, state, theirs)
-
-        found |= _differentiated(
-            call, inputs, initial, f"of documents {documents}" if documents else "of one document"
-        )
-    return found

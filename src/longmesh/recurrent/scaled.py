@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from longmesh.recurrent.transition import state_dtype
+
 if TYPE_CHECKING:
     from longmesh.recurrent.recurrent_parallel import RecurrentParallel
 
@@ -52,8 +54,3 @@ def mlstm(
     numerator, denominator = read.split([v.shape[-1], 1], -1)
     floor = torch.maximum(denominator.abs(), (-found.values).exp().unsqueeze(-1))
     return (numerator / (floor + eps * eps_factor)).to(dtype)
-
-
-def state_dtype(*inputs: Tensor) -> torch.dtype:
-    """What states are kept in."""
-    return torch.float64 if any(x.dtype is torch.float64 for x in inputs) else torch.float32

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain, Exchange
 from longmesh.recurrent.kernel.span import Span, SpanKernel
+from longmesh.recurrent.once import refuse_second_derivative
 from longmesh.recurrent.transition import MATRIX
 
 
@@ -54,11 +54,7 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise LongmeshError(
-                "a second derivative through a recurrent layer over a cut sequence is not supported; call backward() "
-                "or autograd.grad() without create_graph=True"
-            )
+        refuse_second_derivative("a recurrent layer")
         kernel, chain = ctx.kernel, ctx.chain
         transition, entering, *inputs = ctx.saved_tensors
         grad_outputs, grad_last = gradients

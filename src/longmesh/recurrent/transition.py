@@ -77,3 +77,8 @@ class Transitions:
 
     def _step(self, chunk: int, state: Tensor, updates: Tensor) -> Tensor:
         return self.algebra.add(self.algebra.apply(self.values[chunk], state), updates[chunk])
+
+
+def state_dtype(*inputs: Tensor) -> torch.dtype:
+    """What states are kept in."""
+    return torch.float64 if any(x.dtype is torch.float64 for x in inputs) else torch.float32

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longmesh.hf.mixers.state import current_recurrence, refuse_cache, tokens_alone
+from longmesh.recurrent.transition import state_dtype
 
 
 def chunk_gated_delta_rule(
@@ -30,7 +31,7 @@ def chunk_gated_delta_rule(
     layers = current_recurrence()
     if layers is None:
         return tokens_alone(value, (query, key, g, beta)), None
-    wide = torch.float64 if value.dtype is torch.float64 else torch.float32
+    wide = state_dtype(value)
     q, k, v, g, beta = (x.to(wide) for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))

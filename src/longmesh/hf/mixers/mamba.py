@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longmesh.hf.mixers.state import current_recurrence, refuse_cache, tokens_alone
+from longmesh.recurrent.transition import state_dtype
 
 
 def selective_scan(
@@ -66,7 +67,7 @@ def chunk_scan(
     if dt_softplus:
         dt = torch.nn.functional.softplus(dt)
     dt = dt.clamp(*dt_limit)
-    wide = torch.float64 if hidden_states.dtype is torch.float64 else torch.float32
+    wide = state_dtype(hidden_states)
     x, dt, A, B, C = (each.to(wide) for each in (hidden_states, dt, A, B, C))
     layers = current_recurrence()
     if layers is None:
