@@ -91,7 +91,7 @@ def add_launch_options(parser: Any, *, needs_ranks: bool, timeout: str) -> None:
         type=read_ranks,
         required=needs_ranks,
         metavar="N",
-        help="processes to start; LEAST:MOST starts the most and may go on with fewer after restarts"
+        help="processes to start; LEAST:MOST starts MOST and may continue with fewer after restarts"
         + ("" if needs_ranks else " (not under torchrun; default 1)"),
     )
     parser.add_argument(
@@ -105,11 +105,11 @@ def add_launch_options(parser: Any, *, needs_ranks: bool, timeout: str) -> None:
         "--grace",
         type=number,
         metavar="S",
-        help="seconds that ranks have to stop after SIGTERM, SIGINT or SIGUSR1 before they are ended (default 60)",
+        help="seconds that ranks have to stop after SIGTERM, SIGINT or SIGUSR1 before they are killed (default 60)",
     )
     parser.add_argument(
         "--max-restarts",
         type=whole_number,
         metavar="N",
-        help="how often ranks are started again after a failure (default 0)",
+        help="number of restarts after a failure (default 0)",
     )

@@ -66,17 +66,17 @@ def make_parser() -> argparse.ArgumentParser:
     add_launch_options(
         run,
         needs_ranks=True,
-        timeout="seconds that a rank may keep others waiting in a collective before the run ends (default: it is "
-        "named after 300 and the run goes on)",
+        timeout="end the run when a rank keeps others waiting in a collective for S seconds (default: name that rank "
+        "after 300 s and continue)",
     )
     run.add_argument(
         "--check",
         action="store_true",
-        help="compare every collective and message of longmesh over the ranks before it runs, and stop where ranks "
-        "part ways, as longmesh.debug.desync_check does; slow",
+        help="compare every collective and message of longmesh across ranks before it runs, and stop where ranks "
+        "diverge, as longmesh.debug.desync_check does; slow",
     )
     run.add_argument("script", help="a Python file")
-    run.add_argument("args", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
+    run.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
     add_train_parser(commands)
     add_generate_parser(commands)
     add_doctor_parser(commands)

@@ -34,59 +34,65 @@ def add_parser(commands: Any) -> None:
         "train",
         argument_default=argparse.SUPPRESS,
         help="train a small transformer on a long sequence that is cut over ranks",
-        description="Train a byte-level transformer on the sources of Python's standard library, packed to long "
-        "sequences, on a mesh of data x context x tensor. Leaves a checkpoint and a page with the loss curve, the "
-        "balance of the ranks and the plan of attention. Under torchrun the ranks are torchrun's.",
+        description="Train a byte-level transformer on the sources of Python's standard library, packed into "
+        "long sequences, on a mesh of data x context x tensor. Writes checkpoints and a page with the loss curve, the "
+        "balance of the ranks and the attention plan. Under torchrun it uses torchrun's ranks.",
     )
     add_launch_options(
         parser,
         needs_ranks=False,
-        timeout="seconds that a rank may keep others waiting before it is named and the run ends, three times as many "
-        "in the first step, a save or a load (default 300)",
+        timeout="name a rank that keeps others waiting for S seconds and end the run; three times as long in the first "
+        "step, a save or a load (default 300)",
     )
     sizes = [
-        ("data", "groups of ranks that get different sequences (default 1)"),
-        ("context", "ranks that a sequence is cut over (default: those that data and tensor leave)"),
+        ("data", "groups of ranks, each with its own sequences (default 1)"),
+        ("context", "ranks that each sequence is cut over (default: the ranks divided by data x tensor)"),
         ("tensor", "ranks that heads and features are sharded over (default 1)"),
-        ("seq-len", "tokens of a sequence (default 16384)"),
-        ("batch", "sequences of a step, over all ranks (default 1)"),
-        ("steps", "updates, those of a resumed run included (default 20)"),
-        ("dim", "features of a token (default 128)"),
+        ("seq-len", "tokens per sequence (default 16384)"),
+        ("batch", "sequences per step, over all ranks (default 1)"),
+        ("steps", "steps in all, including those before a resume (default 20)"),
+        ("dim", "features per token (default 128)"),
         ("layers", "transformer blocks (default 2)"),
         ("heads", "query heads (default 4)"),
         ("kv-heads", "key heads (default 2)"),
-        ("seed", "of the weights and of the order of documents (default 0)"),
-        ("save-every", "steps from checkpoint to checkpoint (default: only one, at the end)"),
-        ("keep", "checkpoints that stay, the newest (default 3)"),
-        ("keep-every", "keep those whose step it divides, too (default: none)"),
+        ("seed", "seed of the weights and of the order of documents (default 0)"),
+        ("save-every", "steps between checkpoints (default: one checkpoint, at the end)"),
+        ("keep", "newest checkpoints to keep (default 3)"),
+        ("keep-every", "also keep checkpoints whose step is a multiple of N (default: none)"),
         (
             "check-replicas",
-            "steps from one comparison of the ranks' copies of the parameters to the next (default: none)",
+            "compare the ranks' copies of the parameters every N steps (default: never)",
         ),
     ]
     for name, text in sizes:
         parser.add_argument(f"--{name}", type=whole_number, metavar="N", help=text)
-    parser.add_argument("--learning-rate", type=number, metavar="X", help="of AdamW (default 0.003)")
+    parser.add_argument(
+        "--learning-rate", type=number, metavar="X", help="AdamW's learning rate (default 0.003)"
+    )
     parser.add_argument("--mask", metavar="NAME", help="documents (default) or causal")
     parser.add_argument(
         "--exchange",
         metavar="NAME",
-        help="auto (default), ring, allgather, ulysses or sparse: how keys travel",
+        help="how keys are sent: auto (default), ring, allgather, ulysses or sparse",
     )
-    parser.add_argument("--out", metavar="DIR", help="checkpoint, figures and page (default longmesh-train)")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="directory for checkpoints, figures and the page (default longmesh-train)",
+    )
     parser.add_argument(
         "--resume",
         metavar="DIR",
-        help="go on from another run's --out, on any mesh; auto: from that of --out, if there is one",
+        help="resume from another run's --out, on any mesh; auto: from this --out, if it has a checkpoint",
     )
     parser.add_argument("--baseline", metavar="DIR", help="compare with another run's --out")
     parser.add_argument(
         "--force",
         action="store_true",
-        help="use --out though another run seems to: if you know that it has ended",
+        help="use --out even if another run seems to use it: only if you know that it has ended",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="first run the same in one process, then compare with it"
+        "--compare", action="store_true", help="first run the same training in one process, then compare"
     )
 
 

@@ -15,9 +15,9 @@ def add_parser(commands) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check and measure this machine",
-        description="Check and measure this machine: versions, settings that hurt, attention kernels against float64, "
-        "links between ranks, every exchange on them. On many hosts: torchrun ... -m longmesh doctor. Exit code 1 if "
-        "anything is wrong.",
+        description="Check and measure this machine: versions, settings that slow it down, attention kernels against "
+        "float64, links between ranks, and every exchange. On several hosts: torchrun ... -m longmesh doctor. The exit "
+        "code is 1 if anything is wrong.",
     )
     doctor.add_argument(
         "--ranks",
@@ -25,8 +25,10 @@ def add_parser(commands) -> None:
         metavar="N",
         help="start N local ranks (default: as many as GPUs, else 2)",
     )
-    doctor.add_argument("--json", metavar="FILE", help="write every finding there; attach it to a report")
-    doctor.add_argument("--save", metavar="FILE", help="write what was measured as a Cluster, for cluster=")
+    doctor.add_argument(
+        "--json", metavar="FILE", help="write all findings to FILE; attach it to a bug report"
+    )
+    doctor.add_argument("--save", metavar="FILE", help="write the measurements as a Cluster, for cluster=")
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -52,7 +54,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 def find_problem(options: argparse.Namespace, under_launcher: bool) -> str | None:
     """What is wrong with the arguments, in words; None if nothing is."""
     if options.ranks is not None and under_launcher:
-        return f"--ranks {options.ranks}: the ranks are torchrun's here, leave it out"
+        return f"--ranks {options.ranks}: torchrun has started the ranks; leave it out"
     if options.ranks is not None:
         problem = Launch(RankRange(options.ranks, options.ranks)).find_problem()
         if problem is not None:

@@ -22,20 +22,23 @@ def add_parser(commands: Any) -> None:
     """Add `generate` to the commands of a parser."""
     parser = commands.add_parser(
         "generate",
-        help="continue a long prompt whose keys and values lie over ranks",
-        description="Continue a prompt of any length, greedily, with the model's keys and values in pages over local "
-        "ranks: each computes and holds its part of the prompt, and all give the tokens of one process. Tells tokens "
-        "per second and the memory of each rank. Under torchrun the ranks are torchrun's. Needs longmesh[hf].",
+        help="continue a long prompt with a KV cache that is sharded over ranks",
+        description="Continue a prompt of any length, greedily, with the model's KV cache in pages over local ranks. "
+        "Each rank computes and holds its part of the prompt, and the tokens are those of one process. Prints "
+        "tokens per second and the memory of each rank. Under torchrun it uses torchrun's ranks. Needs longmesh[hf].",
     )
     parser.add_argument("--ranks", type=whole_number, metavar="N", help="processes to start (default 2)")
     parser.add_argument(
-        "--threads", type=whole_number, metavar="N", help="threads per rank (default: shared cores)"
+        "--threads",
+        type=whole_number,
+        metavar="N",
+        help="threads per rank (default: the cores divided by the ranks)",
     )
     parser.add_argument(
         "--timeout",
         type=number,
         metavar="S",
-        help="seconds that a rank may keep others waiting (default: no end)",
+        help="end the run when a rank keeps others waiting for S seconds (default: never)",
     )
     parser.add_argument("--prompt", metavar="FILE", help="a text file, UTF-8")
     parser.add_argument(
@@ -47,26 +50,30 @@ def add_parser(commands: Any) -> None:
         help="a causal model of transformers: a folder or a name (default: a tiny random one)",
     )
     parser.add_argument(
-        "--new-tokens", type=whole_number, default=32, metavar="N", help="at most (default 32)"
+        "--new-tokens",
+        type=whole_number,
+        default=32,
+        metavar="N",
+        help="tokens to generate, at most (default 32)",
     )
     parser.add_argument("--dtype", metavar="NAME", help=f"{', '.join(DTYPES)} (default: the model's)")
     parser.add_argument(
-        "--page", type=whole_number, default=256, metavar="N", help="tokens of a page (default 256)"
+        "--page", type=whole_number, default=256, metavar="N", help="tokens per page (default 256)"
     )
     parser.add_argument(
         "--chunk",
         type=whole_number,
         default=8192,
         metavar="N",
-        help="prompt tokens computed at a time (default 8192)",
+        help="prompt tokens per chunk (default 8192)",
     )
     parser.add_argument(
-        "--seed", type=whole_number, default=0, metavar="N", help="of random weights and tokens"
+        "--seed", type=whole_number, default=0, metavar="N", help="seed of the random weights and tokens"
     )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="first do the same in one process with as many cores, then compare; exit code 1 if tokens differ",
+        help="first run in one process with the same cores, then compare; exit code 1 if tokens differ",
     )
 
 
@@ -119,7 +126,7 @@ def find_problem(options: argparse.Namespace, under_launcher: bool) -> str | Non
     """What is wrong with the arguments, in words; None if nothing is."""
     if under_launcher and (options.ranks is not None or options.compare):
         given = "--compare" if options.ranks is None else f"--ranks {options.ranks}"
-        return f"{given}: the ranks are torchrun's here, leave it out"
+        return f"{given}: torchrun has started the ranks; leave it out"
     ranks = 2 if options.ranks is None else options.ranks
     problem = Launch(RankRange(ranks, ranks), options.threads, options.timeout).find_problem()
     if problem is not None:
