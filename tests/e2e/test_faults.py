@@ -16,10 +16,8 @@ from support.faults import Fault, check, run_with
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states and orphans are read from /proc")
 CHOSEN = {
     ("launcher:SIGKILL", "start", 2),
-    ("SIGKILL", "commit", 2),
     ("SIGKILL", "group", 3),
     ("SIGSTOP", "backward", 2),
-    ("SIGUSR1", "step", 2),
 }
 CHOICE = [fault for fault in matrix() if (fault.what, fault.point, fault.ranks) in CHOSEN]
 
@@ -49,34 +47,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_restarted_run_is_the_same_to_the_bit(whole: Path, tmp_path: Path) -> None:
-    fault = Fault("SIGKILL", "step", 0, "", skip=3, options=("--max-restarts", "1"))
-    outcome = run_with(fault, tmp_path / "out")
+def test_a_run_that_was_stopped_and_restarted_is_the_same_to_the_bit(whole: Path, tmp_path: Path) -> None:
+    """Stopped by a signal to a rank, resumed, and restarted after a rank was killed."""
+    out = tmp_path / "out"
+    (stopped,) = (fault for fault in matrix() if (fault.what, fault.point) == ("SIGUSR1", "step"))
+    check(stopped, run_with(stopped, out))
+    options = ("--resume", "auto", "--max-restarts", "1")
+    outcome = run_with(Fault("SIGKILL", "step", 0, "", skip=2, options=options), out)
     assert outcome.code == 0, outcome
     assert outcome.last_line == "longmesh train: restart 1 of 1"
-    assert losses(tmp_path / "out") == losses(whole)
-
-
-def test_a_stopped_run_goes_on_to_the_bit(whole: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert run_with(Fault("launcher:SIGTERM", "forward", 75, "", skip=3), out).code == 75
-    outcome = run_with(Fault("SIGKILL", "nowhere", 0, "", options=("--resume", "auto")), out)
-    assert outcome.code == 0, outcome
     assert losses(out) == losses(whole)
-
-
-def test_a_rank_that_is_gone_for_good_is_left_out(whole: Path, tmp_path: Path) -> None:
-    """Rank 2 dies each time it starts; two ranks go on from what three have saved."""
-    fault = Fault("SIGKILL", "step", 0, "", rank=2, ranks=3, skip=3)
-    out = tmp_path / "out"
-    assert run_with(fault, out).code == 137
-    options = ("--ranks", "2:3", "--max-restarts", "3", "--resume", "auto")
-    again = Fault("SIGKILL", "start", 0, "", rank=2, ranks=3, options=options, again=True)
-    outcome = run_with(again, out)
-    assert outcome.code == 0, outcome
-    assert outcome.last_line == "longmesh train: restart 2 of 3, on 2 ranks: rank 2 failed twice"
-    assert len(losses(out)) == len(losses(whole))
-    assert max(abs(a - b) for a, b in zip(losses(out), losses(whole), strict=True)) < 1e-5
 
 
 def test_restarts_without_a_new_checkpoint_are_given_up(tmp_path: Path) -> None:

@@ -49,11 +49,6 @@ def test_a_local_run_listens_on_loopback_only(tmp_path: Path) -> None:
     assert addresses_of(["run", "--ranks", 2, script], "here") == {"127.0.0.1"}
 
 
-def test_a_local_training_listens_on_loopback_only(tmp_path: Path) -> None:
-    sizes = ["--seq-len", 64, "--dim", 16, "--steps", 100_000, "--out", tmp_path]
-    assert addresses_of(["train", "--ranks", 2, *sizes], "step") == {"127.0.0.1"}
-
-
 def test_a_pool_listens_on_loopback_only(pool) -> None:
     pids = pool.run(os.getpid, ranks=2)
     assert listening([os.getpid(), *pids]) == {"127.0.0.1"}

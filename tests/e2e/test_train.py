@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from longmesh.checkpoint import DirectoryLock
-
 TIMEOUT_S = 180
 PYTHON = [sys.executable, "-m"]
 TORCHRUN = [*PYTHON, "torch.distributed.run"]
@@ -90,15 +88,6 @@ def test_it_trains_compares_and_says_so(compared: tuple[Path, subprocess.Complet
     assert difference < 1e-4
     assert lines[-4] == f"[rank 0] page: {out / 'report.html'}"
     assert "largest difference from the one-process loss" in (out / "report.html").read_text()
-
-
-def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
-    lock = DirectoryLock(tmp_path / "out")
-    done = run(*PYTHON, "longmesh", "train", "--ranks", 2, *SIZES, "--out", tmp_path / "out")
-    lock.release()
-    assert done.returncode != 0
-    assert f"{tmp_path / 'out'} is in use by process {os.getpid()} on " in done.stderr
-    assert sorted(os.listdir(tmp_path / "out")) == [".longmesh.lock"], "nothing was done"
 
 
 def test_torchrun_goes_on_with_another_mesh(

@@ -91,8 +91,9 @@ def compiled(backend, dynamic, sizes):
 
 # torch itself warns of torch.jit when it loads its compiler.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-@pytest.mark.parametrize("dynamic", [False, None])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "dynamic"), [("eager", None), ("aot_eager", False), ("aot_eager", None), ("inductor", None)]
+)
 def test_compiled_equals_eager(pool, backend, dynamic):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor compiles with g++, and there is none")

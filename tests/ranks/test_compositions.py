@@ -185,7 +185,6 @@ def context_of(mesh: DeviceMesh) -> DeviceMesh:
     [
         (with_tensor_parallelism, None),
         (accumulated_and_clipped, 0.5),
-        (compiled, None),
     ],
 )
 def test_twenty_steps_are_those_of_one_process(pool, run, clip):

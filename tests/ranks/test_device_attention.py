@@ -51,5 +51,9 @@ def test_each_kernel_for_values(pool, kernel):
 
 
 def test_any_rank_without_values(pool):
-    cases = [Case("documents", layout, exchange) for layout in LAYOUTS for exchange in EXCHANGES]
+    """Every layout and exchange, each in half of its pairs; the soak has all."""
+    pairs = (
+        (i + j, layout, exchange) for i, layout in enumerate(LAYOUTS) for j, exchange in enumerate(EXCHANGES)
+    )
+    cases = [Case("documents", layout, exchange) for number, layout, exchange in pairs if number % 2 == 0]
     assert pool.run(run_all_hollow, cases, 8, ranks=1, device="fake", timeout=120) == [len(cases)]

@@ -136,17 +136,17 @@ def check(pool, measure, cases, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_attention(pool, ranks):
-    check(pool, attention_error, ATTENTION[ranks::47], ranks)
+    check(pool, attention_error, ATTENTION[ranks::95], ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_transformer_layers(pool, ranks):
-    check(pool, layer_error, LAYERS[ranks::17], ranks)
+    check(pool, layer_error, LAYERS[ranks::35], ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_recurrent_layers(pool, ranks):
-    check(pool, recurrent_error, RECURRENT[ranks::17], ranks)
+    check(pool, recurrent_error, RECURRENT[ranks::35], ranks)
 
 
 def test_recurrent_cells(pool):

@@ -1,11 +1,11 @@
-"""A model in scopes with DDP, FSDP2 and checkpoints, which tests/ranks/test_attention_modes.py has for one layer."""
+"""A model in scopes with DDP, FSDP2, checkpoints and torch.compile, which tests/ranks has for one layer."""
 
 import pytest
 
-from tests.ranks.test_compositions import alone, recomputed, with_ddp, with_fsdp
+from tests.ranks.test_compositions import alone, compiled, recomputed, with_ddp, with_fsdp
 
 
-@pytest.mark.parametrize("run", [with_ddp, with_fsdp, recomputed])
+@pytest.mark.parametrize("run", [with_ddp, with_fsdp, recomputed, compiled])
 def test_twenty_steps_are_those_of_one_process(pool, run):
     expected = alone(None)
     assert expected[-1] < 0.5 * expected[0]

@@ -1,5 +1,6 @@
 """Hundreds of faults: no state is lost, nothing hangs, no process is left behind."""
 
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,3 +64,18 @@ def test_every_row_of_the_matrix(fault: Fault, before: Path, tmp_path: Path) -> 
     if fault.own_disk and not can_mount():
         pytest.skip("a disk of its own needs the right to mount one")
     check(fault, run_with(fault, tmp_path / "out", before))
+
+
+def test_a_rank_that_is_gone_for_good_is_left_out(tmp_path: Path) -> None:
+    """Rank 2 dies each time it starts; two ranks go on from what three have saved."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert run_with(Fault("nothing", "nowhere", 0, ""), whole).code == 0
+    assert run_with(Fault("SIGKILL", "step", 0, "", rank=2, ranks=3, skip=3), out).code == 137
+    options = ("--ranks", "2:3", "--max-restarts", "3", "--resume", "auto")
+    again = Fault("SIGKILL", "start", 0, "", rank=2, ranks=3, options=options, again=True)
+    outcome = run_with(again, out)
+    assert outcome.code == 0, outcome
+    assert outcome.last_line == "longmesh train: restart 2 of 3, on 2 ranks: rank 2 failed twice"
+    found, expected = (json.loads((path / "run.json").read_text())["losses"] for path in (out, whole))
+    assert len(found) == len(expected)
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-5

@@ -34,6 +34,7 @@ BEST = {
         ("plain", CP, {"torch_empty_cache_steps": 2, "weight_decay": 0.1, "lr_scheduler_type": "cosine"}, {}),
         ("left", DP_CP, {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, {}),
         ("bounds", DP_CP, {"max_grad_norm": 0.05}, {"loss": "tiled"}),
+        ("packed", DP_CP, {}, {}),
     ],
     ids=str,
 )
