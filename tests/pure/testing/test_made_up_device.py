@@ -130,6 +130,20 @@ def collective(kind: str) -> list[float]:
             dist.all_gather(
                 [torch.ones(n + 1, device="sim") for n in range(2)], torch.ones(rank + 1, device="sim")
             )
+        case "scattered":
+            parts = [torch.ones(n + 1, device="sim") for n in range(2)]
+            dist.reduce_scatter(torch.ones(rank + 1, device="sim"), parts)
+        case "bits":
+            dist.all_reduce(x.long(), op=dist.ReduceOp.BOR)
+        case "complex":
+            assert dist.group.WORLD is not None
+            name = dist.group.WORLD.group_name
+            torch.ops._c10d_functional.all_reduce(x.to(torch.complex64), "product", name)
+        case "mean":
+            dist.reduce(x.bool(), 0, op=dist.ReduceOp.AVG)
+        case "anyone":
+            dist.all_reduce(x)
+            dist.send(x, 1) if rank == 0 else dist.recv(x)
         case "order":
             dist.all_reduce(x) if rank else dist.broadcast(x, src=0)
         case "cold":
@@ -152,7 +166,12 @@ def test_the_group_carries_values(pool, kind):
     [
         ("cpu", "No backend type associated with device type cpu"),
         ("type", "NCCL has no element type torch.int16"),
-        ("uneven", "NCCL gathers tensors of one size"),
+        ("uneven", "NCCL gathers and scatters tensors of one size"),
+        ("scattered", "NCCL gathers and scatters tensors of one size"),
+        ("bits", "NCCL does not reduce torch.int64 by bor"),
+        ("complex", "NCCL does not reduce torch.complex64 by product"),
+        ("mean", "NCCL does not reduce torch.bool by avg"),
+        ("anyone", "NCCL receives from a rank that is named"),
         ("order", "NCCL would hang: the ranks of a group start different collectives"),
         ("cold", "NCCL may hang: (send|recv_) is the first call in a group of 2"),
     ],

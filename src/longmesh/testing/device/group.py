@@ -2,9 +2,10 @@
 
     a collective on sim tensors -> does NCCL take it? -> do all ranks start the same? -> gloo, on what is inside
 
-Refused: CPU tensors (the group has no backend for them), all_gather of different sizes, element types that NCCL lacks,
-collectives that ranks start in another order, and messages between two ranks of a group in which nothing else has run:
-NCCL makes its connections at a group's first call, and all its ranks must be in that one.
+Refused: CPU tensors (the group has no backend for them), all_gather and reduce_scatter of different sizes, element
+types and reductions that NCCL lacks, a message from whoever sends one, collectives that ranks start in another order,
+and messages between two ranks of a group in which nothing else has run: NCCL makes its connections at a group's first
+call, and all its ranks must be in that one.
 
 In a world that sends nothing (`fake_rank`) hollow tensors get the sizes that they would get.
 """
@@ -27,7 +28,18 @@ _TYPES = frozenset(
     (torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
      torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128)
 )  # fmt: skip
-_MESSAGES = ("send", "recv_", "recv_any_source_")
+_MESSAGES = ("send", "recv_")
+_REDUCTIONS = (
+    "sum",
+    "avg",
+    "product",
+    "min",
+    "max",
+    "band",
+    "bor",
+    "bxor",
+)  # in the order of torch's numbers
+_ONE_SIZE = ("allgather_", "allgather_coalesced_", "reduce_scatter_")
 _OWN_SIZES = (
     "alltoall_base_",
     "alltoall_",
@@ -126,8 +138,12 @@ def _check(name: str, args: tuple[Any, ...], tensors: list[Tensor], carrier: _Ca
             raise RuntimeError(f"NCCL has no element type {t.dtype} ({name})")
         if not t.is_contiguous():
             raise RuntimeError(f"NCCL takes contiguous tensors, given strides {t.stride()} ({name})")
-    if name in ("allgather_", "allgather_coalesced_") and len({t.shape for t in tensors}) > 1:
-        raise RuntimeError(f"NCCL gathers tensors of one size, given {[tuple(t.shape) for t in tensors]}")
+    if name in _ONE_SIZE and len({t.shape for t in tensors}) > 1:
+        shapes = [tuple(t.shape) for t in tensors]
+        raise RuntimeError(f"NCCL gathers and scatters tensors of one size, given {shapes} ({name})")
+    if name == "recv_any_source_":
+        raise RuntimeError("NCCL receives from a rank that is named, not from any")
+    _check_reduction(name, args, tensors)
     if name in _MESSAGES:
         if not carrier.is_warm:
             raise RuntimeError(
@@ -138,6 +154,22 @@ def _check(name: str, args: tuple[Any, ...], tensors: list[Tensor], carrier: _Ca
     sizes = "" if name in _OWN_SIZES else [tuple(t.shape) for t in tensors]
     carrier.check_order(f"{name} {sizes} {tensors[0].dtype if tensors else ''}")
     carrier.is_warm = True
+
+
+def _check_reduction(name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
+    """Raise where NCCL does not reduce these elements so."""
+    if "reduce" not in name:
+        return
+    told = [a for a in args if isinstance(a, str)][:1] + [
+        _REDUCTIONS[a.op()] for a in args if hasattr(a, "op")
+    ]
+    for how, t in ((how, t) for how in told for t in tensors):
+        lacks = how in ("band", "bor", "bxor")
+        lacks |= t.is_complex() and how not in ("sum", "avg")
+        lacks |= t.dtype is torch.bool and how == "avg"
+        lacks |= t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        if lacks:
+            raise RuntimeError(f"NCCL does not reduce {t.dtype} by {how} ({name})")
 
 
 def _no_work(func: Any, args: tuple[Any, ...]) -> Any:
