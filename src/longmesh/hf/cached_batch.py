@@ -34,7 +34,7 @@ class CachedBatch:
         self._cropped = [0] * num_layers
         self._mask: Tensor | None = None  # (rows, length): which tokens are seen; None: all
         self._next_mask: Tensor | None = None
-        self._modules: dict[int, weakref.WeakSet[nn.Module]] = {}  # those that attend to a layer's keys
+        self._attending: dict[int, weakref.WeakSet[nn.Module]] = {}  # those that attend to a layer's keys
         self._knows_modules = False
         self._kept: Tensor | None = None  # of the step's (row, token) pairs those that are stored; None: all
 
@@ -130,7 +130,7 @@ class CachedBatch:
 
     def meet(self, layer: int, module: nn.Module) -> None:
         """Refuse a module that attends to keys of a layer which another model has cached."""
-        known = self._modules.setdefault(layer, weakref.WeakSet())
+        known = self._attending.setdefault(layer, weakref.WeakSet())
         if module not in known and self._knows_modules:
             raise LongmeshError(
                 f"this cache holds what another model has computed, and {type(module).__name__} is not of it; make a "
@@ -146,7 +146,7 @@ class CachedBatch:
     def _end_step(self) -> None:
         if self.pool.open_step is not None:
             self.pool.open_step.commit()
-        self._knows_modules |= bool(self._modules) and self.step is not None
+        self._knows_modules |= bool(self._attending) and self.step is not None
         self.step = None
 
     def pack(self, x_BHnD: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class CachedBatch:
             self.pool.free(sequence)
         self.sequences, self.pads, self.length, self._may_repeat, self._is_broken = [], [], 0, False, False
         self._mask, self._next_mask, self._cropped = None, None, [0] * self.num_layers
-        self._modules, self._knows_modules = {}, False
+        self._attending, self._knows_modules = {}, False
 
     def fork(self) -> CachedBatch:
         """The same rows, in the same pages."""
@@ -243,7 +243,7 @@ class CachedBatch:
         branch.sequences = [self.pool.fork(sequence) for sequence in self.sequences]
         branch.pads, branch.length, branch._mask = list(self.pads), self.length, self._mask
         branch._cropped = list(self._cropped)
-        branch._modules = {layer: weakref.WeakSet(known) for layer, known in self._modules.items()}
+        branch._attending = {layer: weakref.WeakSet(known) for layer, known in self._attending.items()}
         branch._knows_modules = self._knows_modules
         return branch
 
