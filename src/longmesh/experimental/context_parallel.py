@@ -242,7 +242,8 @@ def _sum_over(mesh: DeviceMesh, numbers: list[int], device: torch.device) -> lis
     group = comm_of(mesh).group(tuple(range(mesh.ndim)))
     if group.size == 1 or not numbers:
         return numbers
-    return collectives.all_reduce(torch.tensor(numbers, device=device), reduce_op="sum", group=group).tolist()
+    mine = torch.tensor(numbers, device=group.device_of_words(str(device)))
+    return collectives.all_reduce(mine, reduce_op="sum", group=group).tolist()
 
 
 def _check_buffers(buffers: list[Tensor], dims: list[int], kept: set[Tensor]) -> int:
