@@ -1,13 +1,13 @@
 """The trainer on real ranks: the losses and weights of one process, on any mesh, and after a change of the mesh."""
 
-import contextlib
-import io
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from longmesh import DTensor
+from longmesh.checkpoint import Directory
 from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
 from longmesh.train import TrainOptions, train
@@ -113,24 +113,32 @@ def test_a_checkpoint_of_another_run_is_refused(pool, tmp_path):
     assert text == f"there is no checkpoint in {place}; leave out --resume to begin a new run"
 
 
-def resume_second(out):
-    """A run of seed 0 to step 3, then another of seed 1 to step 2 that goes on: from which step, and what is said."""
+def resume_second(out, seeds):
+    """A run to step 3, then another that begins anew, to step 2, and goes on: from which step."""
     axes = slice_mesh(cpu_mesh(1, 2, 1, names=("data", "context", "tensor")))
     told = {**SIZES, "context": 2, "out": out}
-    for seed, steps in ((0, 3), (1, 2)):
+    for seed, steps in zip(seeds, (3, 2), strict=True):
         train(TrainOptions(**told, seed=seed, steps=steps, save_every=1), axes, Corpus(seed), say_nothing)
-    options = TrainOptions(**told, seed=1, steps=4, resume="auto")
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        record = train(options, axes, Corpus(1), say_nothing)
-    return [step.step for step in record.steps], said.getvalue()
+    options = TrainOptions(**told, seed=seeds[1], steps=4, resume="auto")
+    return [step.step for step in train(options, axes, Corpus(seeds[1]), say_nothing).steps]
 
 
-def test_what_an_earlier_run_has_left_at_later_steps_is_passed_over(pool, tmp_path):
-    first, second = pool.run(resume_second, str(tmp_path), ranks=2)
-    newest = tmp_path / "checkpoint" / "step-00000003"
-    line = f"{newest} is of another run, with seed=0 (here 1); step 2 is used instead\n"
-    assert first == ([2, 3], line)
-    assert second == ([2, 3], "")
+@pytest.mark.parametrize("seeds", [(0, 1), (0, 0)])
+def test_what_an_earlier_run_has_left_at_later_steps_is_passed_over(pool, tmp_path, seeds):
+    assert pool.run(resume_second, str(tmp_path), seeds, ranks=2) == [[2, 3], [2, 3]]
+
+
+def test_a_checkpoint_that_is_no_state_of_the_trainer_is_refused(pool, tmp_path):
+    for text in ("[]", "{", '{"losses": 3, "curve": {}}', '{"losses": [1], "curve": 7}'):
+        pool.run(save_run, str(tmp_path), text, ranks=1)
+        (said, _) = pool.run(resume_wrongly, str(tmp_path), {}, ranks=2)
+        assert said.endswith("understands; give the --out of a run of it")
+
+
+def save_run(out, text):
+    directory = Directory(Path(out, "checkpoint"))
+    directory.save({"run": text}, 1)
+    directory.flush()
 
 
 def meet(kind):

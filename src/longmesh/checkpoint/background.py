@@ -79,9 +79,9 @@ def write_part(
         _list_path(staged, rank).write_text(json.dumps(rows))
 
 
-def commit(target: Path, metadata: Metadata, num_ranks: int, total_bytes: int) -> None:
-    """Describe what all ranks have written, and give it its name. For one rank."""
-    staged, writer = staging_path(target), DirectoryWriter(target)
+def commit(target: Path, run: int, metadata: Metadata, num_ranks: int, total_bytes: int) -> None:
+    """Describe what all ranks of the run have written, and give it its name. For one rank."""
+    staged, writer = staging_path(target), DirectoryWriter(target, run)
     with writing(target, total_bytes):
         lists = [_list_path(staged, rank) for rank in range(num_ranks)]
         results = [[_result(row) for row in json.loads(path.read_text())] for path in lists]

@@ -35,15 +35,16 @@ else:
 METADATA = ".metadata"
 CHECKSUMS = ".longmesh.json"
 MARK = "longmesh.checkpoint"
+RUN = "longmesh.run."  # with a number: see runs.py
 _OURS = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata(\.tmp)?|\.longmesh\.json")
 
 
 class DirectoryWriter(FileSystemWriter):
     """Writes beside `target` and takes its place at the end, on the coordinating rank, when all ranks have written."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, run: int = 0) -> None:
         super().__init__(staging_path(target))
-        self._target = target
+        self._target, self._run = target, run
         self._needed_bytes: int | None = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -83,7 +84,8 @@ class DirectoryWriter(FileSystemWriter):
         (Path(self.path) / CHECKSUMS).write_text(text)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=str(self._target), save_id=self.save_id, modules=[MARK])
+        marks = [MARK, f"{RUN}{self._run}"] if self._run else [MARK]
+        return StorageMeta(checkpoint_id=str(self._target), save_id=self.save_id, modules=marks)
 
 
 def num_bytes(plan: SavePlan) -> int:

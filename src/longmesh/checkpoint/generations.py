@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from longmesh.checkpoint.replace import remove
@@ -43,12 +43,12 @@ def list_steps(root: Path) -> list[int]:
     return sorted(int(found.group(1)) for found in map(_NAME.fullmatch, names) if found)
 
 
-def choose_removed(steps: Iterable[int], *, newest: int, keep: int, keep_every: int) -> list[int]:
-    """Which of `steps` go after `newest` was saved: all but the last `keep` and those that `keep_every` divides.
+def choose_removed(order: Sequence[int], *, newest: int, keep: int, keep_every: int) -> list[int]:
+    """Which steps go after `newest` was saved: all but the last `keep` and those that `keep_every` divides.
 
-    Steps beyond `newest` stay: they are of a run that got further, and not ours to judge.
+    `order` has those of earlier runs first. Steps beyond `newest` stay: an earlier run got further.
     """
-    past = sorted(step for step in steps if step <= newest)
+    past = [*(step for step in order if step < newest), newest]
     return [step for step in past[:-keep] if not (keep_every and step % keep_every == 0)]
 
 

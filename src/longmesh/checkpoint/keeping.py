@@ -27,6 +27,7 @@ from longmesh.checkpoint.generations import (
 )
 from longmesh.checkpoint.pieces import Allowed
 from longmesh.checkpoint.replace import remove, staging_path
+from longmesh.checkpoint.runs import Runs
 from longmesh.comm.agree import fingerprint
 from longmesh.comm.world import Counting, World
 from longmesh.errors import CheckpointError, LongmeshError
@@ -113,6 +114,8 @@ class Directory:
         self._keep, self._keep_every, self._max_failures = keep, keep_every, max_failures
         self._check_finite, self._tell_line = check_finite, tell
         self._buffers = Buffers()
+        self._runs = Runs(self.path)
+        self._run: int | None = None  # ours, on rank 0, when it is known
         self._damaged: set[int] = set()
         self._cleaned = False
         self._failures = 0
@@ -148,28 +151,31 @@ class Directory:
         return generation_path(self.path, step)
 
     def latest(self) -> int | None:
-        """The newest step that has a checkpoint; reads the directory, and not whether it is damaged."""
-        return next(reversed(self.steps()), None)
+        """The newest step that has a checkpoint; reads the directory, and not whether it is damaged.
 
-    def latest_whole(self, *, before: int | None = None) -> int | None:
+        Of a run that began anew where an earlier one got further, it is the newest step of that run.
+        """
+        return next(reversed(self._runs.order()), None)
+
+    def latest_whole(self) -> int | None:
         """The newest step whose checkpoint is whole, every byte of it; None if there is no checkpoint at all.
 
-        Each rank reads a share of the files. A line tells of every damaged one that is passed over. With `before`, the
-        newest whole one before that step; None if there is none.
+        What is saved from now on belongs to its run. Each rank reads a share of the files. A line tells of every
+        damaged one that is passed over.
         """
         self._finish()
-        seen = self._world.gather(" ".join(map(str, self.steps() if self._world.rank == 0 else ())))[0]
+        seen = self._world.gather(" ".join(map(str, self._runs.order() if self._world.rank == 0 else ())))[0]
         problems: list[str] = []
-        steps = [int(text) for text in seen.split()]
-        for step in reversed([step for step in steps if before is None or step < before]):
+        for step in map(int, reversed(seen.split())):
             found = self._find_damage(step)
             if found is None:
                 for problem in problems:
                     self._tell(f"{problem}; step {step} is used instead")
+                self._run = self._runs.run_of(step)
                 return step
             self._damaged.add(step)
             problems.append(found)
-        if problems and before is None:
+        if problems:
             raise CheckpointError(
                 f"no checkpoint in {self.path} is whole:\n" + "\n".join(f"  {p}" for p in problems)
             )
@@ -295,8 +301,10 @@ class Directory:
         assert self._step is not None
         target, buffers = generation_path(self.path, self._step), self._buffers
         assert buffers.metadata is not None
-        commit(target, buffers.metadata, self._world.size, buffers.total_bytes)
-        good = [step for step in self.steps() if step not in self._damaged or step == self._step]
+        if self._run is None:
+            self._run = self._runs.begin()
+        commit(target, self._run, buffers.metadata, self._world.size, buffers.total_bytes)
+        good = [step for step in self._runs.order() if step not in self._damaged]
         for step in choose_removed(good, newest=self._step, keep=self._keep, keep_every=self._keep_every):
             try:
                 remove_generation(self.path, step)
@@ -329,7 +337,7 @@ class Directory:
         self._step = None
 
     def _describe_latest(self) -> str:
-        steps = [step for step in self.steps() if step not in self._damaged]
+        steps = [step for step in self._runs.order() if step not in self._damaged]
         return f"the newest checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet"
 
     def _tell(self, line: str) -> None:

@@ -6,7 +6,6 @@ OUT/checkpoint/step-00000100      after 100 steps; the last few are kept, see lo
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 
 from longmesh import checkpoint
 from longmesh.checkpoint import Directory
-from longmesh.comm import World
 from longmesh.errors import CheckpointError, LongmeshError, NumbersError
 from longmesh.train.options import AUTO, TrainOptions
 
@@ -70,39 +68,35 @@ def load_state(
         raise LongmeshError(
             f"there is no checkpoint in {checkpoints.path}; leave out --resume to begin a new run"
         )
-    step, run = newest, _load_run(checkpoints, newest)
+    run = _load_run(checkpoints, newest)
     others = options.describe_differences(run["curve"])
-    while options.describe_differences(run["curve"]):
-        # A run that began anew here leaves what an earlier one saved at later steps.
-        earlier = checkpoints.latest_whole(before=step)
-        if earlier is None:
-            raise LongmeshError(f"{out} was trained with {others}; a resumed run must be told the same")
-        step, run = earlier, _load_run(checkpoints, earlier)
-    path = checkpoints.step_path(step)
-    if step != newest and World().rank == 0:
-        told = (
-            f"{checkpoints.step_path(newest)} is of another run, with {others}; step {step} is used instead"
-        )
-        print(told, file=sys.stderr, flush=True)
-    if text and run.get("text", text) != text:
+    if others:
+        raise LongmeshError(f"{out} was trained with {others}; a resumed run must be told the same")
+    if text and run["text"] not in ("", text):
         raise LongmeshError(
             f"{out} was trained on another text (digest {run['text']}, here {text}), so sequences would be seen twice "
             "or skipped; resume with the Python version that it was trained with"
         )
-    assert run.get("sequences", len(run["losses"]) * options.batch) == len(run["losses"]) * options.batch
     if len(run["losses"]) >= options.steps and options.resume != AUTO:
         raise LongmeshError(
             f"{out} has {len(run['losses'])} steps already and steps={options.steps} were asked for; give more to go on"
         )
-    checkpoint.load(collect_state(model, optimizer), path)
+    checkpoint.load(collect_state(model, optimizer), checkpoints.step_path(newest))
     return run["losses"]
 
 
 def _load_run(checkpoints: Directory, step: int) -> dict[str, Any]:
     """What a checkpoint says of its run."""
-    described = {"run": ""}
-    checkpoint.load(described, checkpoints.step_path(step))
-    return json.loads(described["run"])
+    described, path = {"run": ""}, checkpoints.step_path(step)
+    checkpoint.load(described, path)
+    try:
+        run = json.loads(described["run"])
+        losses = [float(loss) for loss in run["losses"]]
+        return {"curve": dict(run["curve"]), "text": str(run.get("text", "")), "losses": losses}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise LongmeshError(
+            f"{path} says nothing of its run that `longmesh train` understands; give the --out of a run of it"
+        ) from error
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

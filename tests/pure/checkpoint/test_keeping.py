@@ -44,14 +44,53 @@ def test_three_stay_by_default(tmp_path):
     st.integers(0, 10),
     st.data(),
 )
-def test_what_is_removed(steps, keep, keep_every, data):
-    newest = data.draw(st.sampled_from(steps))
-    gone = choose_removed(steps, newest=newest, keep=keep, keep_every=keep_every)
-    past = sorted(step for step in steps if step <= newest)
+def test_what_is_removed(order, keep, keep_every, data):
+    newest = data.draw(st.sampled_from(order))
+    gone = choose_removed(order, newest=newest, keep=keep, keep_every=keep_every)
+    past = [*(step for step in order if step < newest), newest]
     assert set(gone) <= set(past) - {newest}
     assert not set(gone) & set(past[-keep:])
     for step in past[:-keep]:
         assert (step in gone) == (not keep_every or step % keep_every != 0)
+
+
+# -- a run that begins anew where an earlier one got further ------------------------------------------
+
+
+def test_a_run_that_began_anew_is_resumed_though_an_earlier_one_got_further(tmp_path):
+    save_all(opened(tmp_path)[0], [10, 20, 30])
+    again, _ = opened(tmp_path)
+    save_all(again, [5])
+    assert again.latest() == 5 and again.steps() == [5, 10, 20, 30]
+    resumed, lines = opened(tmp_path)
+    assert resumed.latest() == 5
+    assert loaded(resumed) == (5, 5.0)
+    save_all(resumed, [15])
+    assert loaded(opened(tmp_path)[0]) == (15, 15.0)
+    assert lines == []
+
+
+def test_checkpoints_of_an_earlier_run_go_first(tmp_path):
+    save_all(opened(tmp_path)[0], [10, 20, 30])
+    again, _ = opened(tmp_path, keep=2)
+    save_all(again, [12])
+    assert again.steps() == [10, 12, 20, 30]
+    save_all(again, [14])
+    assert again.steps() == [12, 14, 20, 30]
+    save_all(again, [40])
+    assert again.steps() == [14, 40]
+
+
+def test_an_earlier_run_is_used_if_all_of_the_last_one_is_damaged(tmp_path):
+    save_all(opened(tmp_path)[0], [10, 20])
+    save_all(opened(tmp_path)[0], [5])
+    for name in (".metadata", "__0_0.distcp"):
+        flip(generation_path(tmp_path, 5) / name)
+        directory, lines = opened(tmp_path)
+        assert loaded(directory) == (20, 20.0)
+        assert len(lines) == 1 and "00000005" in lines[0] and lines[0].endswith("; step 20 is used instead")
+    save_all(directory, [25])
+    assert loaded(opened(tmp_path)[0]) == (25, 25.0)
 
 
 def test_wrong_options_are_told(tmp_path):
@@ -176,6 +215,8 @@ def test_a_checkpoint_of_torchs_is_one_of_them(tmp_path):
     data.write_bytes(data.read_bytes().replace(torch.full((12,), 3.0).numpy().tobytes(), b"\1" * 48))
     assert loaded(directory) == (2, 2.0)
     assert "Bad CRC-32" in lines[0]
+    save_all(opened(tmp_path / "run")[0], [0])
+    assert loaded(opened(tmp_path / "run")[0]) == (0, 0.0)
 
 
 def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path):
