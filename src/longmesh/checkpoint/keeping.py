@@ -171,7 +171,7 @@ class Directory:
             if found is None:
                 for problem in problems:
                     self._tell(f"{problem}; step {step} is used instead")
-                self._run = self._runs.run_of(step)
+                self._run = self._runs.run_of(step) if self._world.rank == 0 else None
                 return step
             self._damaged.add(step)
             problems.append(found)
