@@ -24,6 +24,7 @@ from longmesh.cli.report import RankExit, describe_exits, find_first
 from longmesh.cli.restarts import Restarts
 from longmesh.cli.told import Told, told_by_signals
 from longmesh.comm.stop import REQUEUE_EXIT_CODE
+from longmesh.debug.watching import TIMED_OUT
 
 PIPE_CLOSED = 128 + signal.SIGPIPE
 # How long peers of a failed rank have to write down what became of them.
@@ -62,42 +63,56 @@ def run_program(program: Program, launch: Launch) -> int:
         while True:
             num_ranks = restarts.num_ranks
             ended = run_once(program, launch, told, num_ranks, restarts.done)
-            if not ended.exits or told.signum is not None:
-                return ended.say(program.command, told, launch)
+            if not ended.has_failed(told):
+                return ended.say(program.command, told)
             report = describe_exits(ended.exits, num_ranks, program.command)
             first = find_first(ended.exits)
-            decision = restarts.decide(first.rank if first.named is None else first.named)
-            code = first.exit_code
-            if first.is_usage_error or not decision.goes_on:
+            if first.is_usage_error or told.signum is not None:
                 print(report, file=sys.stderr)
-                if decision.why and not first.is_usage_error:
-                    print(f"{program.command}: {decision.why}", file=sys.stderr)
-                return code
-            print(f"{report}\n{program.command}: {decision.why}", file=sys.stderr, flush=True)
+                return first.exit_code
+            decision = restarts.decide(first.rank if first.named is None else first.named)
+            words = f"\n{program.command}: {decision.why}" if decision.why else ""
+            print(f"{report}{words}", file=sys.stderr, flush=True)
+            if not decision.goes_on:
+                return first.exit_code
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt ended: who failed, whether ranks left with the code that asks to be queued again, and in time."""
+    """How an attempt ended: who failed, and whether ranks left with the code that asks to be queued again.
+
+    `cut_off` is why the launcher ended ranks that still ran; None if they came to an end, or failed, by themselves.
+    """
 
     exits: list[RankExit]
     has_stopped: bool
-    is_late: bool
+    cut_off: str | None
     reader_left: bool
 
-    def say(self, command: str, told: Told, launch: Launch) -> int:
+    def has_failed(self, told: Told) -> bool:
+        """Whether a rank failed by itself, and not by what ended the run."""
+        if not self.exits or self.cut_off is not None:
+            return False
+        return told.signum is None or find_first(self.exits).exit_code != 128 + told.signum
+
+    def say(self, command: str, told: Told) -> int:
         """Say how a run ended that did not fail; its exit code."""
         if self.reader_left:
             return PIPE_CLOSED
-        if self.has_stopped and not self.is_late and not self.exits:
+        if self.cut_off is None and not self.exits:
+            if not self.has_stopped:
+                return 0
             by = f" by {told.name}" if told.signum is not None else ""
             words = f"stopped{by} as asked; exit code {REQUEUE_EXIT_CODE}: start it again to go on"
             print(f"{command}: {words}", file=sys.stderr)
             return REQUEUE_EXIT_CODE
         if told.signum is None:
-            return 0
-        late = f": they did not stop within {launch.grace:g} s" if self.is_late else ""
-        print(f"{command}: ended by {told.name}; so are the ranks{late}", file=sys.stderr)
+            print(
+                f"{command}: a rank has stopped as asked, and others were ended{self.cut_off}",
+                file=sys.stderr,
+            )
+            return TIMED_OUT
+        print(f"{command}: ended by {told.name}; so are the ranks{self.cut_off or ''}", file=sys.stderr)
         return 128 + told.signum
 
 
@@ -118,34 +133,33 @@ def run_once(program: Program, launch: Launch, told: Told, num_ranks: int, resta
             environment=environment,
             limits=program.limits,
         )
-        is_late = False
         try:
-            is_late = not wait_for_end(ranks, told, output, launch.grace)
+            cut_off = wait_for_end(ranks, told, output, launch.grace)
         finally:
             exits = ranks.end()
-    return Ended(exits, ranks.has_stopped, is_late, output.reader_left)
+    return Ended(exits, ranks.has_stopped, cut_off, output.reader_left)
 
 
-def wait_for_end(ranks: LocalRanks, told: Told, output: RankOutput, grace: float) -> bool:
-    """Wait until all ranks are gone, one failed, or we are told to end; whether ranks that were to stop did in time."""
+def wait_for_end(ranks: LocalRanks, told: Told, output: RankOutput, grace: float) -> str | None:
+    """Wait until all ranks are gone or one failed: None. Else why they are to be ended, where it is to be said."""
     deadline = None
     while not ranks.look() and not ranks.are_gone and not ranks.look_for_idle():
         if output.reader_left or told.at_once:
-            return True
+            return ""
         if deadline is None and told.signum is not None:
             if not ranks.can_stop:
-                return True
+                return ""
             ranks.send(signal.SIGUSR1)
         if deadline is None and (told.signum is not None or ranks.has_stopped):
             deadline = time.monotonic() + grace
         if deadline is not None and time.monotonic() > deadline:
-            return False
+            return f": they did not stop within {grace:g} s"
         time.sleep(LOOK_S)
     settled = time.monotonic() + SETTLE_S
     while not ranks.are_gone and time.monotonic() < settled:
         time.sleep(LOOK_S)
         ranks.look()
-    return True
+    return None
 
 
 def choose_environment(num_ranks: int, num_threads: int | None) -> dict[str, str]:
