@@ -8,7 +8,8 @@ The share outside the model's kernels is what a rank's step takes beside the ate
 main thread: planning, Python, waiting for others, the optimizer; the median over as many steps. Where other processes
 share the cores, a rank waits for one that they hold up; the processor time of the ranks tells how even the work is.
 The guards are what the trainer does beside a step for a run to survive: asking whether to stop, comparing the ranks'
-times, and the watchdog's looks; their share of a step is by processor time, over many calls.
+times, and the watchdog's looks; their share of a step is by processor time, over many calls, the watchdog's as what it
+adds to that of a rank that does nothing.
 """
 
 from __future__ import annotations
@@ -84,17 +85,23 @@ def rank_shares(options: TrainOptions) -> Shares:
 
 def rank_guards(calls: int = 300) -> tuple[float, float]:
     """Processor seconds of the guards: of one step, and of the watchdog in one second."""
+    stop_requested()
+    idle = idle_share()  # of gloo's own threads, which look at their sockets all the time
     with watch(300.0):
-        stop_requested()
         stragglers = Stragglers()
         started = time.thread_time()
         for step in range(calls):
             stop_requested()
             stragglers.add(step, 1.0)
         a_step = (time.thread_time() - started) / calls
-        started = time.process_time()
-        time.sleep(WATCHED_S)
-        return a_step, (time.process_time() - started) / WATCHED_S
+        return a_step, max(0.0, idle_share() - idle)
+
+
+def idle_share() -> float:
+    """The processor's share of the time for what runs beside the main thread."""
+    started = time.process_time()
+    time.sleep(WATCHED_S)
+    return (time.process_time() - started) / WATCHED_S
 
 
 def describe_guards(found: list[tuple[float, float]], seconds: float) -> str:

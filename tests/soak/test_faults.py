@@ -17,7 +17,7 @@ from support.train_states import make_machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states and orphans are read from /proc")
 PARTS, FAULTS_A_PART = 10, 50
-LANES = 4  # runs beside each other: a fault is mostly waiting
+LANES = 6  # runs beside each other: a fault is mostly waiting
 
 
 @pytest.fixture(scope="module")
