@@ -8,10 +8,19 @@ from typing import Any, NamedTuple, NoReturn
 USAGE_ERROR = 2
 MOST_RANKS = MOST_THREADS = 1024  # of one machine
 LONGEST_S = 1e9
+SCRIPT_ARGS = "args"  # the one argument that is a list
 
 
 class OneLineParser(argparse.ArgumentParser):
     """Tells a mistake in one line, with where to look."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse does, but that it takes `--name=--` for an empty list."""
+        found, rest = super().parse_known_args(args, namespace)
+        for name, value in vars(found).items():
+            if value == [] and name != SCRIPT_ARGS:
+                self.error(f"argument --{name.replace('_', '-')}: '--' is not a value for it")
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"{self.prog}: {message}; `{self.prog} --help` lists what it takes\n")

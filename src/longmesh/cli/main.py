@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from longmesh.cli.arguments import USAGE_ERROR, Launch, OneLineParser, add_launch_options
+from longmesh.cli.arguments import SCRIPT_ARGS, USAGE_ERROR, Launch, OneLineParser, add_launch_options
 from longmesh.cli.doctor.command import add_parser as add_doctor_parser, run_doctor
 from longmesh.cli.generate.command import add_parser as add_generate_parser, run_generate
 from longmesh.cli.train import add_parser as add_train_parser, run_train
@@ -76,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         "diverge, as longmesh.debug.desync_check does; slow",
     )
     run.add_argument("script", help="a Python file")
-    run.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
+    run.add_argument(SCRIPT_ARGS, nargs=argparse.REMAINDER, help="arguments for the script")
     add_train_parser(commands)
     add_generate_parser(commands)
     add_doctor_parser(commands)

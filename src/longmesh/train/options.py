@@ -127,6 +127,8 @@ class TrainOptions:
 
     def _check_out(self) -> None:
         out = Path(self.out)
+        if not is_text(self.out):
+            raise LongmeshError(f"out={self.out!r} can't be written in UTF-8, as the report is; give another")
         if not self.out or any(path.exists() and not path.is_dir() for path in (out, *out.parents)):
             raise LongmeshError(f"out={self.out!r} is not a directory and can't become one; give another")
         nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
@@ -154,6 +156,15 @@ class TrainOptions:
         return ", ".join(
             f"{name}={theirs!r} (here {ours!r})" for name, theirs, ours in pairs if theirs != ours
         )
+
+
+def is_text(name: str) -> bool:
+    """Whether a name can be printed: one from the command line may have bytes that are no text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_run(name: str, path: str) -> None:

@@ -28,6 +28,7 @@ VALUES = (
     "3:2",
     "1:2:3",
     "auto",
+    "--",
     HUGE,
 )
 LONG = "x" * 300  # no file system has such a name
@@ -123,7 +124,9 @@ def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys,
         assert "Traceback" not in err
         named = option in err or option.replace("-", "_") in err or value == LONG
         assert named or option in RANKS, (value, err)
-    assert accepted == RIGHT[option]
+    assert (
+        accepted - {"--"} == RIGHT[option]  # a later Python takes it for text
+    )  # a later Python takes the one for text; names may have ends
 
 
 @pytest.mark.parametrize(
@@ -183,6 +186,10 @@ def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys,
             f"longmesh train: '{LONG}' can't be used as a directory: File name too long; give",
         ),
         (
+            ["train", "--out", "\udcff"],
+            r"longmesh train: out='\udcff' can't be written in UTF-8, as the report is; g",
+        ),
+        (
             ["train", "--resume", "."],
             "longmesh train: resume='.' has no checkpoint in it; give another run's --out, or leave out --resume to",
         ),
@@ -233,7 +240,7 @@ def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys,
         (["generate", "--seed", "-1"], "longmesh generate: --seed -1: give 0 to 2147483648"),
         (
             ["generate", "--dtype", "int8"],
-            "longmesh generate: --dtype int8: give one of float64, float32, bfloat16,",
+            "longmesh generate: --dtype 'int8': give one of float64, float32, bfloat16,",
         ),
         (["generate", "--prompt", "."], "longmesh generate: --prompt .: it is a directory; give a text file"),
         (["generate", "--prompt", "no.txt"], "longmesh generate: --prompt no.txt: no such file (looked in "),

@@ -136,7 +136,7 @@ def find_problem(options: argparse.Namespace, under_launcher: bool) -> str | Non
         if value is not None and not least <= value <= LARGEST:
             return f"--{name.replace('_', '-')} {value}: give {least} to {LARGEST}"
     if options.dtype is not None and options.dtype not in DTYPES:
-        return f"--dtype {options.dtype}: give one of {', '.join(DTYPES)}"
+        return f"--dtype {options.dtype!r}: give one of {', '.join(DTYPES)}"
     if options.model == "":
         return "--model '': give a folder or a name; leave it out for a tiny random model"
     if options.prompt is not None and options.random_tokens is not None:
