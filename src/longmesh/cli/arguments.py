@@ -14,7 +14,9 @@ SCRIPT_ARGS = "args"  # the one argument that is a list
 class OneLineParser(argparse.ArgumentParser):
     """Tells a mistake in one line, with where to look."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - the stubs have overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         """As argparse does, but that it takes `--name=--` for an empty list."""
         found, rest = super().parse_known_args(args, namespace)
         for name, value in vars(found).items():
