@@ -116,12 +116,12 @@ class Step:
             signature = signature_of(self, layer, q, v.shape[2], window, sinks, softcap, scale)
         except LongmeshError as found:
             error = found
-        self._agree(signature, error, q)
+        self._agree(signature, error)
         scores = Scores(scale, softcap)
         return forward_only(self._attend(layer, q, window, sinks, scores, None, None), q, k, v)
 
-    def _agree(self, signature: Signature | None, error: LongmeshError | None, q: Tensor) -> None:
-        """Raise `error`; at the first call of a pool, on all ranks, as if their calls differ."""
+    def _agree(self, signature: Signature | None, error: LongmeshError | None) -> None:
+        """Raise `error`. At the first call of a pool all ranks raise, if one has an error or their calls differ."""
         pool = self._pool
         if pool.group is not None and (self.is_cut not in pool.agreed or checks_every_call()):
             agree("Step.attend", signature, error, pool.group, str(pool.device))
@@ -165,7 +165,7 @@ class Step:
             signature = signature_of(self, layer, q, width, window, sinks, softcap, scale)
         except LongmeshError as found:
             error = found
-        self._agree(signature, error, q)
+        self._agree(signature, error)
         return self._attend(layer, q, window, sinks, Scores(scale, softcap), source, v_head_dim)
 
     @torch.no_grad()
