@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from longmesh import Replicate, Shard, distribute_tensor
 from longmesh.testing import cpu_mesh
@@ -99,3 +100,73 @@ def test_compiled_equals_eager(pool, backend, dynamic):
         pytest.skip("inductor compiles with g++, and there is none")
     sizes = [4, 4, 6]
     assert pool.run(compiled, backend, dynamic, sizes, ranks=2, timeout=300.0) == [[True] * 3] * 2
+
+
+OF_A_RANK_WITH_NOTHING = (
+    lambda x, w: (x.tanh() @ x.t()).softmax(-1)[:, :2],
+    lambda x, w: torch.nn.functional.layer_norm(x, x.shape[-1:]) * x.norm(),
+    lambda x, w: torch.nn.functional.linear(x, w)[1:].cumsum(0) * x.sum(),
+    lambda x, w: checkpoint(lambda x: (x @ x.t()).tanh(), x.roll(1, 1), use_reentrant=False),
+)
+
+
+def gradients_with_an_empty_rank(backend, shape, placement, number):
+    """Each rank traces another graph here; torch would copy a collective of one of them into its backward."""
+    torch._dynamo.reset()
+    program = OF_A_RANK_WITH_NOTHING[number]
+    torch.manual_seed(0)
+    whole = [torch.randn(shape, dtype=torch.float64), torch.randn(5, shape[1], dtype=torch.float64)]
+    parts = [distribute_tensor(t, cpu_mesh(4), [placement]).requires_grad_() for t in whole]
+    torch.compile(program, backend=backend)(*parts).square().sum().backward()
+    whole = [t.requires_grad_() for t in whole]
+    program(*whole).square().sum().backward()
+    return [
+        torch.allclose(p.grad.full_tensor(), t.grad)
+        for p, t in zip(parts, whole, strict=True)
+        if t.grad is not None
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("backend", "shape", "placement", "number"),
+    [
+        ("aot_eager", (4, 3), Shard(1), 0),
+        ("aot_eager", (3, 5), Shard(0), 1),
+        ("aot_eager", (3, 5), Shard(0), 2),
+        ("aot_eager", (4, 3), Shard(1), 3),
+        ("inductor", (4, 3), Shard(1), 0),
+    ],
+    ids=["product", "norm", "scan", "checkpoint", "inductor"],
+)
+def test_backward_where_a_rank_holds_nothing(pool, backend, shape, placement, number):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor compiles with g++, and there is none")
+    given = (backend, shape, placement, number)
+    for right in pool.run(gradients_with_an_empty_rank, *given, ranks=4, timeout=300.0):
+        assert right and all(right)
+
+
+def view_as_input():
+    """A view that does not begin where its base begins, and one that had to be copied."""
+    torch._dynamo.reset()
+    whole = torch.randn(4, 3)
+    x = distribute_tensor(whole, cpu_mesh(2), [Shard(1)]).requires_grad_()
+    out = torch.compile(lambda x: x.tanh() * 2, backend="aot_eager")(x[1:])
+    right = [torch.allclose(out.full_tensor(), whole[1:].tanh() * 2)]
+    copied = x.detach()[:, 1:]
+    out = torch.compile(lambda x: (x * 2)[:, 1:], backend="aot_eager")(copied)
+    right.append(torch.equal(out.mul_(2).full_tensor(), whole[:, 2:] * 4))
+    try:
+        torch.compile(lambda x: x.mul_(2).sum(), backend="aot_eager")(copied)
+    except Exception as error:
+        return right, str(error)
+    return right, "was not refused"
+
+
+# torch's compiler itself looks at the .grad of a view.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_views_as_inputs(pool):
+    for right, text in pool.run(view_as_input, ranks=2, timeout=120.0):
+        assert right == [True, True]
+        assert "a compiled function writes in place to a view of shape (4, 2) that it was given" in text

@@ -139,12 +139,15 @@ make_wrapper = find("torch:Tensor._make_wrapper_subclass", "DTensor")
 
 
 def make_around(kind: type, part: torch.Tensor, spec: Any, requires_grad: bool) -> Any:
-    """A tensor of `kind` around this rank's part, of the size and stride that `spec` has; both are written to it."""
+    """A tensor of `kind` around this rank's part, of the size and stride that `spec` has; both are written to it.
+
+    It says the part's offset, as one that torch makes does: a compiler compares views with those that it makes anew.
+    """
     made = make_wrapper(
         kind,
         spec.shape,
         spec.stride,
-        None,
+        part.storage_offset(),
         None,
         part.dtype,
         torch.strided,
@@ -252,9 +255,19 @@ def is_tracing() -> bool:
     )
 
 
+def is_traced_to_compile() -> bool:
+    """Whether ops are written down for torch.compile, whose passes change the graph before it runs."""
+    return bool(dispatch_mode_count()) and _mode_of_key(_mode_keys.FUNCTIONAL) is not None
+
+
 _Functional: Any = find(
     "torch._subclasses.functional_tensor:FunctionalTensor", "refusing views of compiled programs", ()
 )
+
+
+def is_traced_value(tensor: torch.Tensor) -> bool:
+    """Whether it was computed in a program that torch.compile traces or has traced."""
+    return isinstance(tensor, _Functional)
 
 
 def is_out_of_trace(tensor: torch.Tensor) -> bool:
@@ -355,6 +368,19 @@ def watch_modules(
         )  # torch leaves it there, and warns of it at every compiled module
 
     return end
+
+
+_ORDERED = find("torch._library.effects:EffectType.ORDERED", "collectives in compiled programs", None)
+# What calls such an op in a compiled program: (token, op, *arguments).
+call_with_effect: Any = find(
+    "torch.ops:higher_order.with_effects", "counting collectives of compiled programs", otherwise=None
+)
+
+
+def keep_calls(*ops: Any) -> None:
+    """Compiled programs call these custom ops exactly as traced: once, in order, in the same half of the program."""
+    for op in ops:
+        op.register_effect(_ORDERED)
 
 
 def allow_unpickling(*types: Any) -> None:

@@ -14,13 +14,15 @@ import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from longmesh._torch import functional_collectives as _ops
+from longmesh._torch import functional_collectives, is_traced_to_compile
 from longmesh.comm.groups import AxisGroup
 from longmesh.comm.lost import lost
 from longmesh.comm.record import CommEvent, call_site, is_recording, tell_collective, tell_done
+from longmesh.comm.traced import traced_collectives
 from longmesh.errors import LongmeshError
 
 _GLOO_DTYPES = frozenset(
@@ -31,6 +33,10 @@ _GLOO_DTYPES = frozenset(
 )  # fmt: skip
 
 
+def _ops() -> Any:
+    return traced_collectives if is_traced_to_compile() else functional_collectives
+
+
 def all_to_all(
     buffer: torch.Tensor, *, recv_counts: Sequence[int], send_counts: Sequence[int], group: AxisGroup
 ) -> torch.Tensor:
@@ -39,14 +45,14 @@ def all_to_all(
     event = note("all_to_all", buffer, sent, group, send_counts, recv_counts)
     if buffer.dtype not in _GLOO_DTYPES:
         width = buffer.element_size()
-        out = _ops.all_to_all_single(
+        out = _ops().all_to_all_single(
             _bytes_of(buffer),
             [n * width for n in recv_counts],
             [n * width for n in send_counts],
             group.name,
         )
         return _wait(out, "all_to_all", group, event).view(buffer.dtype)
-    out = _ops.all_to_all_single(buffer, list(recv_counts), list(send_counts), group.name)
+    out = _ops().all_to_all_single(buffer, list(recv_counts), list(send_counts), group.name)
     return _wait(out, "all_to_all", group, event)
 
 
@@ -62,9 +68,9 @@ def all_gather(buffer: torch.Tensor, *, group: AxisGroup, wait: bool = True) -> 
     """The members' buffers, all of one size, one after the other."""
     event = note("all_gather", buffer, buffer.numel() * (group.size - 1), group)
     if buffer.dtype not in _GLOO_DTYPES:
-        out = _ops.all_gather_into_tensor(_bytes_of(buffer), group.size, group.name)
+        out = _ops().all_gather_into_tensor(_bytes_of(buffer), group.size, group.name)
         return _wait(out, "all_gather", group, event).view(buffer.dtype)
-    out = _ops.all_gather_into_tensor(buffer, group.size, group.name)
+    out = _ops().all_gather_into_tensor(buffer, group.size, group.name)
     return _wait(out, "all_gather", group, event) if wait else out
 
 
@@ -76,14 +82,14 @@ def all_reduce(tensor: torch.Tensor, *, reduce_op: str, group: AxisGroup, wait: 
     if not can_reduce(tensor.dtype, reduce_op):
         return _all_reduce_by_pieces(tensor, reduce_op, group)
     event = note("all_reduce", tensor, 2 * math.ceil(tensor.numel() / group.size) * (group.size - 1), group)
-    out = _ops.all_reduce(tensor.contiguous(), reduce_op, group.name)
+    out = _ops().all_reduce(tensor.contiguous(), reduce_op, group.name)
     return _wait(out, "all_reduce", group, event) if wait else out
 
 
 def reduce_scatter(buffer: torch.Tensor, *, reduce_op: str, group: AxisGroup) -> torch.Tensor:
     """Split `buffer` into equal parts, one per member; return our part reduced. For backends that do it well."""
     event = note("reduce_scatter", buffer, buffer.numel() // group.size * (group.size - 1), group)
-    out = _ops.reduce_scatter_tensor(buffer, reduce_op, group.size, group.name)
+    out = _ops().reduce_scatter_tensor(buffer, reduce_op, group.size, group.name)
     return _wait(out, "reduce_scatter", group, event)
 
 
@@ -174,14 +180,14 @@ def note(
 
 def wait(out: torch.Tensor) -> torch.Tensor:
     """What a collective that was started with wait=False gives; what is no such result is returned as it is."""
-    return _ops.wait_tensor(out)
+    return _ops().wait_tensor(out)
 
 
 def _wait(out: torch.Tensor, kind: str, group: AxisGroup, event: CommEvent | None) -> torch.Tensor:
     """Wait for a collective and tell the observers; a failure says what every rank was doing."""
     start = 0.0 if event is None else time.perf_counter()
     try:
-        result = _ops.wait_tensor(out)
+        result = _ops().wait_tensor(out)
     except RuntimeError as error:
         raise lost(error, kind, out, group) from error
     if event is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longmesh._torch import group_named
+from longmesh._torch import call_with_effect, group_named
 from longmesh.comm import CommEvent
 from longmesh.comm.record import call_site
 from longmesh.tensor.tree import all_tensors
@@ -32,6 +32,11 @@ _C10D = {
     "scatter_": ("scatter", 1),
     "send": ("send", 0),
 }
+_FUNCTIONAL_NAMESPACES = (
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "longmesh",
+)  # ours: in compiled programs
 _FUNCTIONAL = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
@@ -49,6 +54,8 @@ _FUNCTIONAL = {
 
 def describe_foreign(func: Any, args: tuple[Any, ...]) -> tuple[Any, CommEvent] | None:
     """The op a collective is counted as, and the collective; None for an op that is none."""
+    if func is call_with_effect:
+        func, args = args[1], args[2:]
     packet = getattr(func, "overloadpacket", None)  # a higher order op has none
     if packet is None:
         return None
@@ -56,7 +63,7 @@ def describe_foreign(func: Any, args: tuple[Any, ...]) -> tuple[Any, CommEvent] 
     if namespace == "c10d" and name in _C10D:
         kind, sent = _C10D[name]
         counted, tensors = packet, all_tensors(args[sent])
-    elif namespace in ("_c10d_functional", "_c10d_functional_autograd") and name in _FUNCTIONAL:
+    elif namespace in _FUNCTIONAL_NAMESPACES and name in _FUNCTIONAL:
         kind = _FUNCTIONAL[name]
         counted = getattr(torch.ops.c10d_functional, name.removesuffix("_").removesuffix("_out"), packet)
         tensors = all_tensors(args[0])

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import (
     functorch_level,
+    is_traced_value,
     is_transformed,
     make_around,
     make_quickly,
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 ShardOrderLike = Iterable[tuple[int, Sequence[int]]]
+# What a compiler knows of a DTensor beside its part: the last says that it is a copied view, and given from outside.
+FlatContext = tuple[DeviceMesh, Layout, type["DTensor"], bool]
 
 _view = torch.Tensor.view
 
@@ -267,20 +270,20 @@ class DTensor(torch.Tensor):
         if self._lookup is not None:
             autograd.apply_lookup_mask(self)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[DeviceMesh, Layout, type[DTensor]]]:
+    def __tensor_flatten__(self) -> tuple[list[str], FlatContext]:
         autograd.current_part(self)
-        return ["_local_tensor"], (self._mesh, self._layout, type(self))
+        is_given_view = self._origin is not None and not is_traced_value(self._origin.base._local_tensor)
+        return ["_local_tensor"], (self._mesh, self._layout, type(self), is_given_view)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor],
-        context: tuple[DeviceMesh, Layout, type[DTensor]],
-        outer_size: Any,
-        outer_stride: Any,
+        inner: dict[str, torch.Tensor], context: FlatContext, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        local, (mesh, layout, kind) = inner["_local_tensor"], context
+        local, (mesh, layout, kind, is_given_view) = inner["_local_tensor"], context
         result = DTensor(local, mesh, layout, outer_size, outer_stride, local.requires_grad)
         result.__class__ = kind
+        if is_given_view:
+            view_origin.forget_base(result)
         return result
 
     def __coerce_tangent_metadata__(self) -> DTensor:
@@ -288,7 +291,7 @@ class DTensor(torch.Tensor):
         return autograd.move(self, autograd.gradient_layout(self._layout))
 
     def __coerce_same_metadata_as_tangent__(
-        self, context: tuple[DeviceMesh, Layout, type[DTensor]], expected_type: type | None = None
+        self, context: FlatContext, expected_type: type | None = None
     ) -> DTensor | None:
         """A gradient that came in another layout than a compiler traced: redistributed to that."""
         if expected_type is not None and not issubclass(expected_type, DTensor):
@@ -353,6 +356,7 @@ import longmesh.tensor.copying as copying  # noqa: E402
 import longmesh.tensor.direct as direct  # noqa: E402
 import longmesh.tensor.dispatch as dispatching  # noqa: E402
 import longmesh.tensor.functions as functions  # noqa: E402
+import longmesh.tensor.view_origin as view_origin  # noqa: E402
 
 DTensor.__torch_dispatch__ = dispatching.dispatch.from_torch  # pyright: ignore[reportAttributeAccessIssue]
 for name, method in direct.METHODS.items():

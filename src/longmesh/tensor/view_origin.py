@@ -41,10 +41,10 @@ aten = torch.ops.aten
 class ViewOrigin(NamedTuple):
     """Where a view comes from: `base`, a DTensor of our own on the memory that the base had (the user's may get another
     memory or shape), the op and its other arguments by name. `version`: the writes that `counted` had when the view
-    was read; None if it has to be read again."""
+    was read; None if it has to be read again. Without `func` the base is not known here (`forget_base`)."""
 
     base: DTensor
-    func: OpOverload
+    func: OpOverload | None
     given: dict[str, Any]
     counted: DTensor
     version: int | None
@@ -83,6 +83,13 @@ def _remember(
         view._tensor_layout = view._tensor_layout.as_copied_view(True)
 
 
+def forget_base(view: DTensor) -> None:
+    """In a compiled function: `view` is a copied view that it was given, and its base is outside."""
+    alias = _alias(view)
+    view._origin = ViewOrigin(alias, None, {}, alias, version_of(alias))
+    view._tensor_layout = view._tensor_layout.as_copied_view(True)
+
+
 def _alias(tensor: DTensor) -> DTensor:
     """A DTensor on the same memory that ops read and write directly, copied view or not."""
     alias = wrap(tensor._local_tensor, tensor._tensor_layout.as_copied_view(False))
@@ -114,6 +121,7 @@ def _read(view: DTensor, version: int) -> None:
     if origin is None or origin.version == version:
         return
     _read(origin.base, version)
+    assert origin.func is not None, "nothing writes to the base of a view that a compiled function was given"
     fresh = origin.func(origin.base, **origin.given)
     own, layout = fresh._tensor_layout, view._layout
     local = fresh._local_tensor
@@ -171,6 +179,7 @@ def _write_to_base(view: DTensor) -> None:
         base, func, given, counted, _ = view._origin
         if not counted.is_inference():
             increment_version([counted])
+        assert func is not None, "checked before the op"
         aten.copy_(base, aten.clone(_INVERSES[_name(func)](base, view, given)))  # they may overlap
         view = base
 
@@ -178,6 +187,12 @@ def _write_to_base(view: DTensor) -> None:
 def _check_writable(view: DTensor) -> None:
     while view._origin is not None:
         base, func, _, _, _ = view._origin
+        if func is None:
+            raise LongmeshError(
+                f"a compiled function writes in place to a view of shape {tuple(view.shape)} that it was given, and "
+                f"that had to be copied to be laid out as {base._layout}: the write would not reach the tensor that it "
+                "is a view of; write outside of the compiled function, or give it the tensor itself"
+            )
         if _name(func) not in _INVERSES:
             raise LongmeshError(
                 f"can't write in place to this view: {func} of a tensor laid out as {base._layout} had to move its "
