@@ -109,7 +109,7 @@ def test_ranks_of_a_launcher(monkeypatch, capsys):
     assert main(["doctor", "--save", "x.json"]) == 2
     assert "--save needs 2 ranks at least" in capsys.readouterr().err
     assert main(["doctor", "--ranks", "2"]) == 2
-    assert "--ranks 2: the ranks are torchrun's here, leave it out" in capsys.readouterr().err
+    assert "--ranks 2: torchrun has started the ranks; leave it out" in capsys.readouterr().err
 
 
 class Wrong(kernels.kernels()[0].__class__):

@@ -59,7 +59,7 @@ def checked(name):
 def test_distribute_tensor(pool, name):
     (first, first_goes_on), (second, second_goes_on) = pool.run(distributed, name, ranks=2)
     assert first_goes_on and second_goes_on
-    assert first == second or "so no rank goes on" in first
+    assert first == second or "so every rank stops" in first
     assert "rank 1" in first
 
 
@@ -73,7 +73,8 @@ def test_from_local_with_a_check(pool, name):
 
 def test_texts(pool):
     assert pool.run(distributed, "placements", ranks=2)[0][0] == (
-        "distribute_tensor: the ranks are called differently: rank 0 with Arguments(shape=(4, 2), dtype='float32', "
-        "layout='S(0)', src_data_rank=0, requires_grad=False), rank 1 with Arguments(shape=(4, 2), dtype='float32', "
-        "layout='S(1)', src_data_rank=0, requires_grad=False); every rank must pass the same but for its own part"
+        "distribute_tensor: the ranks were called with different arguments: rank 0 with Arguments(shape=(4, 2), "
+        "dtype='float32', layout='S(0)', src_data_rank=0, requires_grad=False), rank 1 with "
+        "Arguments(shape=(4, 2), dtype='float32', layout='S(1)', src_data_rank=0, requires_grad=False); "
+        "every rank must pass the same but for its own part"
     )

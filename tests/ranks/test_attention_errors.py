@@ -83,7 +83,7 @@ TEXTS = [
     "shard(dim=2): the tensor (2, 9) has 2 dims",
     "unshard(dim=1): the tensor is (2, 10), but this rank's part has 5 tokens",
     "shard(dim=0): the layout cuts 2 batch rows differently, so dim 0 must be the batch of 2",
-    "there is no attention kernel 'flash9'; there are cpu_flash",
+    "there is no attention kernel 'flash9'; use one of cpu_flash",
     "attention takes tensors (batch, heads, tokens, head dim), given v=NoneType; pass q, k and v, all three",
     "attention takes tensors (batch, heads, tokens, head dim), given q=NoneType; pass q, k and v, all three",
 ]
@@ -159,18 +159,21 @@ def test_one_wrong_rank_is_an_error_on_all(pool):
             for texts in rounds:
                 wrong, differ, gathers = texts[:6], texts[6:12], texts[12:]
                 for text, want in zip(wrong, ONE_WRONG, strict=True):
-                    told = "" if rank == 1 else "rank 1 was called with something wrong, so no rank goes on: "
+                    told = "" if rank == 1 else "rank 1 got invalid arguments, so every rank stops: "
                     assert want in text and told in text
                 for text, (zero, one) in zip(differ, ALL_DIFFER, strict=True):
                     assert text.startswith(
-                        "attention: the ranks are called differently: rank 0 with Signature("
+                        "attention: the ranks were called with different arguments: rank 0 with Signature("
                     )
                     first, _, second = text.partition(", rank 1 with ")
                     assert zero in first and one in second
                 assert (
                     "unshard(dim=1): the tensor is (2, 4, 3), but this rank's part has 5 tokens" in gathers[0]
                 )
-                assert "unshard: the ranks are called differently: rank 0 with Gathered(" in gathers[1]
+                assert (
+                    "unshard: the ranks were called with different arguments: rank 0 with Gathered("
+                    in gathers[1]
+                )
 
 
 def refused_plans() -> list[str]:

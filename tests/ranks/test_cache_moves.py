@@ -93,7 +93,7 @@ def test_refusals(pool):
         "from ranks [0, 1] to ranks [1, 2]: one mesh must have all ranks of the other",
         "from a mesh to a mesh, not from or to None",
         "from a mesh to a mesh, not from or to None",
-        "PagePool.move_to: the ranks are called differently",
+        "PagePool.move_to: the ranks were called with different arguments",
         "PagePool.sequence(width=1, expected=5): a width by cost needs a pool that was made with kv_heads=",
         "PagePool.sequence(width=None, expected=5): a width by cost needs a pool that was made with kv_heads=",
         "PagePool.rebalance: the step was not committed; call its commit() first",
@@ -103,6 +103,8 @@ def test_refusals(pool):
     ]
     for rank, texts in enumerate(found):
         if rank == 2:
-            parts[9] = "Step.attend: this rank is not in the pool's mesh, of ranks [0, 1]: it keeps the books"
+            parts[9] = (
+                "Step.attend: this rank is not in the pool's mesh, of ranks [0, 1]: it tracks the pages"
+            )
         for text, part in zip(texts, parts, strict=True):
             assert part in text

@@ -266,7 +266,7 @@ def test_what_does_not_fit_is_told_on_all_ranks(pool, tmp_path):
         "kinds": f"checkpoint {run} does not fit the state to load:\n"
         "  'layer.bias' is a int here and a tensor there\n  'step' is a tensor here and an object there",
         "pending load": f"checkpoint {run} does not fit the state to load:\n"
-        "  'layer.weight' has a reduction pending (P): make it Shard() or Replicate() to load it",
+        "  'layer.weight' has a reduction pending (P): redistribute it to Shard() or Replicate() first",
         "pending save": "'w': a tensor of layout P has a reduction pending: its parts are terms, not pieces, and can't "
         "be saved or loaded; redistribute it to Shard() or Replicate() first",
         "nothing": f"there is no checkpoint at {tmp_path / 'none'}: it has no file .metadata",
@@ -364,8 +364,8 @@ def test_nothing_but_a_checkpoint_is_replaced(pool, tmp_path):
     found, other = pool.run(refuse, str(tmp_path), ranks=2)
     assert found == other
     text = (
-        f"rank 0: {tmp_path / 'own'} holds what is not part of a checkpoint (notes.txt), and saving there would remove "
-        "it; save to a directory of its own"
+        f"rank 0: {tmp_path / 'own'} contains files that are not part of a checkpoint (notes.txt), and saving "
+        "there would delete them; save to another directory"
     )
     assert found[:2] == [text, text]
     assert (

@@ -30,18 +30,19 @@ CALLS = {
     "keep": lambda path, last: Directory(path, keep=1 + last).save(state(), 3),
     "other function": lambda path, last: (load if last else save)(state(), path),
 }
+DIFFERENT = "the ranks were called with different arguments"
 TEXTS = {
-    "save": r"checkpoint.save: the ranks are called differently: rank 0 with Call\(function='save', path='.*x-0', ",
-    "load": r"checkpoint.load: the ranks are called differently: ",
+    "save": rf"checkpoint.save: {DIFFERENT}: rank 0 with Call\(function='save', path='.*x-0', ",
+    "load": r"checkpoint.load: the ranks were called with different arguments: ",
     "load allow": r"options=\('builtins.bytes',\)\), rank \d with .* options=\('builtins.complex',\)",
     "load not allowed": r"takes classes, got 'complex'; write e.g. allow=\[MyClass\]",
     "save_safetensors": r"options=\(9,\)\), rank \d with .* options=\(10,\)\); every rank must pass the same",
     "save_safetensors wrong": r"max_file_bytes=0\): give a positive number of bytes",
-    "load_safetensors": r"checkpoint.load_safetensors: the ranks are called differently: ",
-    "step": r"Directory.save: the ranks are called differently: rank 0 with _?Call\(path=.*, step=3,.*step=4,",
+    "load_safetensors": r"checkpoint.load_safetensors: the ranks were called with different arguments: ",
+    "step": rf"Directory.save: {DIFFERENT}: rank 0 with _?Call\(path=.*, step=3,.*step=4,",
     "no step": r"step=-1: a checkpoint's step is a whole number, 0 or more",
-    "keep": r"Directory.save: the ranks are called differently: .* keep=1,.* keep=2,",
-    "other function": r"the ranks are called differently: rank 0 with Call\(function='save'.* Call\(function='load'",
+    "keep": r"Directory.save: the ranks were called with different arguments: .* keep=1,.* keep=2,",
+    "other function": rf"{DIFFERENT}: rank 0 with Call\(function='save'.* Call\(function='load'",
 }
 
 

@@ -62,7 +62,8 @@ def drop_while_saving(path):
 
 def test_a_save_that_nobody_waited_for_is_told(pool, tmp_path):
     first, second = pool.run(drop_while_saving, str(tmp_path), ranks=2)
-    text = f"{tmp_path}/step-00000007 is not whole, since nobody waited for it: call flush() on every rank at the end"
+    saved = tmp_path / "step-00000007"
+    text = f"{saved} is incomplete, because nothing waited for it: call flush() on every rank at the end"
     assert first[0] == [text] and second[0] == []
     assert "step-00000007" not in first[1]
 

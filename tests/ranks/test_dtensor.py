@@ -304,7 +304,7 @@ def test_mistakes_say_what_is_wrong_and_what_to_do_on_all_ranks(pool):
         "two meshes": "one op on tensors of two meshes",
         "leaf": "distribute_tensor takes a leaf tensor",
         "dtensor": "from_local takes this rank's plain tensor, got a DTensor",
-        "again": "use redistribute() to move it",
+        "again": "use redistribute() to change its layout",
         "source": "src_data_rank=2 is a place on every mesh axis, and the mesh is (2,); allowed are 0 to 1",
         "no mesh": "zeros needs a mesh",
         "product": "no gradient goes through Partial(product)",

@@ -207,7 +207,6 @@ DP_CP = (2, 2), ("dp", "cp")
         ("left", CP, {"label_smoothing_factor": 0.1}, {}),
         ("right", CP, {"max_grad_norm": 0.05}, {"compute_loss_func": own_loss}),
         ("right", DP_CP, {"gradient_accumulation_steps": 2}, {}),
-        ("packed", DP_CP, {}, {}),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -307,7 +306,7 @@ def refused(what: str, folder: str) -> str:
             "own loss",
             r"Before.compute_loss does not call that of longmesh.hf.Trainer, .* super\(\).compute_loss",
         ),
-        ("other loss", "hf.Trainer with OwnLoss, which computes its loss by itself"),
+        ("other loss", "hf.Trainer with OwnLoss, which computes its own loss"),
         ("alone", "has 2 ranks and accelerate sees 1 process; start the script with"),
     ],
 )

@@ -123,7 +123,7 @@ def plain_operand(kind):
 def test_values_decide_nothing(pool, kind):
     for text in pool.run(plain_operand, kind, ranks=2):
         assert "mixes a DTensor with a plain tensor" in text
-        assert "pass attn_mask= as a DTensor, instead of is_causal too" in text
+        assert "pass attn_mask= as a DTensor, also instead of is_causal" in text
 
 
 def plain_masks():

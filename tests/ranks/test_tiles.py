@@ -89,8 +89,8 @@ def refused(what: str) -> str:
     ("what", "texts"),
     [
         ("tokens", ["have [9, 5] tokens of hidden sizes [6, 6]; give each of them the same"] * 2),
-        ("options", ["called with different options, types or needs of gradients; call it alike"] * 2),
-        ("one rank", ["another rank of the axis was called with something wrong", "weight (7, 3)"]),
+        ("options", ["called with different options, dtypes or requires_grad; pass the same on each"] * 2),
+        ("one rank", ["another rank of the axis got invalid arguments", "weight (7, 3)"]),
         ("axes", ["the mesh has 2 axes", "such as mesh['tp']"]),
     ],
 )

@@ -101,10 +101,13 @@ def resume_wrongly(out, changes):
 def test_a_checkpoint_of_another_run_is_refused(pool, tmp_path):
     out = str(tmp_path)
     pool.run(run, (1, 1, 1), {**SIZES, "steps": 1, "out": out}, ranks=1)
-    seed = f"{out} was trained with dim=16 (here 32), seed=0 (here 7); a resumed run must be told the same"
+    seed = f"{out} was trained with dim=16 (here 32), seed=0 (here 7); a resumed run needs the same options"
     for changes, text in [
         ({"seed": 7, "dim": 32}, seed),
-        ({"steps": 1}, f"{out} has 1 steps already and steps=1 were asked for; give more to go on"),
+        (
+            {"steps": 1},
+            f"{out} has 1 steps already and steps=1 were asked for; give a larger --steps to continue",
+        ),
     ]:
         texts = pool.run(resume_wrongly, out, changes, ranks=2)
         assert texts == [text, text]
@@ -165,7 +168,7 @@ def meet(kind):
         (
             "problem",
             "no baseline",
-            "train: rank 0 was called with something wrong, so no rank goes on: no baseline",
+            "train: rank 0 got invalid arguments, so every rank stops: no baseline",
         ),
         ("mesh", "a mesh of data=1 x context=3 x tensor=1 has 3 ranks, and 2 run", "has 3 ranks, and 2 run"),
     ],

@@ -110,8 +110,8 @@ def test_a_mistake_of_one_rank_is_an_error_on_all(pool, kind, text):
     assert wrong == text
     assert first == last
     assert first == (
-        "cut_cross_entropy: 1 of the 3 ranks were called with something wrong and say what; this rank's logits and "
-        "labels are in order"
+        "cut_cross_entropy: 1 of the 3 ranks got invalid arguments and report them; this rank's logits and "
+        "labels are valid"
     )
 
 

@@ -148,7 +148,7 @@ def test_a_state_that_is_not_finite_is_never_saved(pool, tmp_path):
         assert all(bool(t.isfinite().all()) for t in result["saved"][2].values())
     (line,) = [line for line in results[0]["lines"] if "step-00000004" in line]
     assert "was not written: 'model.blocks.0.feed_forward.w1.weight' is not finite" in line
-    assert line.endswith("the newest checkpoint is that of step 2, and the run goes on")
+    assert line.endswith("the newest checkpoint is that of step 2, and the run continues")
     assert "and 1 more of 2 ranks" in results[0]["error"]
 
 

@@ -110,7 +110,7 @@ def scan_differently() -> None:
 
 def test_ranks_with_different_machines_are_told(pool):
     for run in (use_differently, attend_differently, scan_differently):
-        with pytest.raises(RankError, match="the ranks are called differently"):
+        with pytest.raises(RankError, match="the ranks were called with different arguments"):
             pool.run(run, ranks=2)
     assert "call it before the first tensor or scope on it" in pool.run(use_late, ranks=2)[0]
 

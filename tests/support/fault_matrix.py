@@ -90,14 +90,14 @@ def disks() -> list[Fault]:
     """Disks that are full, can't be written or are gone; damaged checkpoints; a second run."""
     told = {"skip": 2, "steps": 12}  # at the third save: the first is on disk since the second began
     failed = RAISED + r"CheckpointError: .*step-000000\d\d could not be written: "
-    goes_on = r".*; the newest checkpoint is that of step [24], and the run goes on"
+    goes_on = r".*; the newest checkpoint is that of step [24], and the run continues"
     second = r"ended with 2: .* is in use by process \d+ on "
     full = r"(\d|,)+ bytes are needed and (\d|,)+ are free there"
     return [
         Fault("full disk", "save", 1, failed, seen=full + goes_on, kept=2, own_disk=True, **told),
         Fault("quota", "save", 1, failed + "File too large", seen=full + goes_on, kept=2, **told),
         Fault("read-only", "save", 1, failed + "Read-only", seen=goes_on, kept=2, own_disk=True, **told),
-        Fault("vanished", "save", 1, failed + "No such file", seen="and the run goes on", rank=0, **told),
+        Fault("vanished", "save", 1, failed + "No such file", seen="and the run continues", rank=0, **told),
         Fault("flip", "group", 0, "", seen="is damaged: .*; step 2 is used instead", resumed=True, kept=6),
         Fault("second run", "step", 0, "", seen=second, rank=0, options=("--timeout", "60"), kept=6),
     ]

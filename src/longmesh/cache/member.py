@@ -14,7 +14,7 @@ class Member:
     def __init__(self, mesh: DeviceMesh | None) -> None:
         if mesh is not None and mesh.ndim != 1:
             raise LongmeshError(
-                f"PagePool: the mesh has {mesh.ndim} axes; a cache lies over one: pass the sub-mesh, such as mesh['cp']"
+                f"PagePool: the mesh has {mesh.ndim} axes; a cache uses one: pass the sub-mesh, such as mesh['cp']"
             )
         self.mesh = mesh
         self.group: AxisGroup | None = None
@@ -35,6 +35,6 @@ class Member:
         """Raise on a rank that is not in the mesh."""
         if not self.is_member:
             raise LongmeshError(
-                f"{what}: this rank is not in the pool's mesh, of ranks {list(self.global_ranks)}: it keeps the books "
-                "and holds no keys; call this on the mesh's ranks only"
+                f"{what}: this rank is not in the pool's mesh, of ranks {list(self.global_ranks)}: it tracks the "
+                "pages and holds no keys; call this on the mesh's ranks only"
             )

@@ -113,7 +113,7 @@ def _finite(pieces: Pieces, target: Path) -> Iterator[tuple[WriteItem, Any]]:
     for item, data in pieces:
         if isinstance(data, torch.Tensor) and not is_finite(data):
             raise CheckpointError(
-                f"{target} was not written: {item.index.fqn!r} is not finite, and a checkpoint of it would be of no use"
+                f"{target} was not written: {item.index.fqn!r} is not finite, so the checkpoint would be useless"
             )
         yield item, data
 

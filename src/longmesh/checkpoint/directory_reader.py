@@ -112,8 +112,8 @@ class DirectoryReader(PathReader):
             return read_piece(part, allow=self._allow, check_crc=self._checksums is None)
         except Refused as error:
             raise CheckpointError(
-                f"checkpoint {self.path} is refused: {name!r} holds {error}, which a file may not make, since that can "
-                "run any code; if you trust it, name it in load(..., allow=[...])"
+                f"checkpoint {self.path} is refused: {name!r} contains {error}, and loading that could run any "
+                "code; if you trust it, name it in load(..., allow=[...])"
             ) from error
         except Exception as error:  # what is made up raises anything
             text = next(iter(str(error).splitlines()), type(error).__name__)

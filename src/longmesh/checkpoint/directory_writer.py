@@ -106,8 +106,8 @@ def prepare_directory(target: Path, *, is_ours: Callable[[str], bool]) -> None:
     strange = sorted(p.name for p in target.iterdir() if not is_ours(p.name)) if target.exists() else []
     if strange:
         raise CheckpointError(
-            f"{target} holds what is not part of a checkpoint ({', '.join(strange[:3])}), and saving there would "
-            "remove it; save to a directory of its own"
+            f"{target} contains files that are not part of a checkpoint ({', '.join(strange[:3])}), and saving there "
+            "would delete them; save to another directory"
         )
     remove(staging_path(target))
     staging_path(target).mkdir()

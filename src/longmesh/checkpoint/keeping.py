@@ -68,7 +68,7 @@ class _UnderWay:
         if self.step is not None and self.is_mine_to_tell:
             target = generation_path(self.path, self.step)
             self.tell(
-                f"{target} is not whole, since nobody waited for it: call flush() on every rank at the end"
+                f"{target} is incomplete, because nothing waited for it: call flush() on every rank at the end"
             )
 
 
@@ -177,7 +177,7 @@ class Directory:
             problems.append(found)
         if problems:
             raise CheckpointError(
-                f"no checkpoint in {self.path} is whole:\n" + "\n".join(f"  {p}" for p in problems)
+                f"no checkpoint in {self.path} is complete:\n" + "\n".join(f"  {p}" for p in problems)
             )
         return None
 
@@ -327,7 +327,7 @@ class Directory:
                 else "the save has failed"
             )
             raise CheckpointError(f"{text}\n{count}; {self._describe_latest()}")
-        self._tell(f"{text}; {self._describe_latest()}, and the run goes on")
+        self._tell(f"{text}; {self._describe_latest()}, and the run continues")
 
     def _drop_staged(self, target: Path) -> None:
         """Give up the save that is under way, and what was written of it."""

@@ -161,7 +161,10 @@ def find_differences(state: dict[str, Any], saved: dict[str, Any]) -> Iterator[s
             if tuple(entry.size) != tuple(value.shape):
                 yield f"{name!r} has shape {tuple(value.shape)} here and {tuple(entry.size)} there"
             elif isinstance(value, DTensor) and value._layout.partial_axes:
-                yield f"{name!r} has a reduction pending ({value._layout}): make it Shard() or Replicate() to load it"
+                yield (
+                    f"{name!r} has a reduction pending ({value._layout}): redistribute it to Shard() or "
+                    "Replicate() first"
+                )
             elif isinstance(value, DTensor) and value._origin is not None:
                 yield f"{name!r} is a view along a sharded dim, a copy: load into the tensor that it is a view of"
 

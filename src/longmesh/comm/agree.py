@@ -86,10 +86,10 @@ def _gather_texts(text: str, is_error: bool, group: AxisGroup, device: str) -> l
 def _describe(what: str, texts: list[tuple[bool, str]], group: AxisGroup) -> str:
     for rank, (is_error, text) in zip(group.global_ranks, texts, strict=True):
         if is_error:
-            return f"{what}: rank {rank} was called with something wrong, so no rank goes on: {text}"
+            return f"{what}: rank {rank} got invalid arguments, so every rank stops: {text}"
     first = texts[0][1]
     other = next(i for i, (_, text) in enumerate(texts) if text != first)
     return (
-        f"{what}: the ranks are called differently: rank {group.global_ranks[0]} with {first}, "
+        f"{what}: the ranks were called with different arguments: rank {group.global_ranks[0]} with {first}, "
         f"rank {group.global_ranks[other]} with {texts[other][1]}; every rank must pass the same but for its own part"
     )

@@ -57,7 +57,9 @@ def _reports(mine: str, group: AxisGroup) -> list[tuple[int, str]]:
     except RuntimeError as error:
         silent = f"unknown: the world's store can't be reached ({_first_line(error)})"
     else:
-        silent = f"no word within {_ANSWER_SECONDS:.0f} s: it is in no collective (it left, died or computes)"
+        silent = (
+            f"no answer within {_ANSWER_SECONDS:.0f} s: it is in no collective (it ended, died or computes)"
+        )
     return [(rank, found.get(rank, silent)) for rank in group.global_ranks]
 
 

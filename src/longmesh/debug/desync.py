@@ -46,7 +46,7 @@ def desync_check(timeout: float = 300.0) -> Iterator[None]:
         raise LongmeshError(f"desync_check(timeout={timeout}): give a positive number of seconds")
     if not dist.is_initialized():
         raise NotDistributedError(
-            "desync_check compares ranks, and there is no process group: start this script with "
+            "desync_check() needs a process group: start this script with "
             "`longmesh run --ranks N script.py` or torchrun"
         )
     with observe_comm(_Comparison(open_store(), dist.get_rank(), timeout)):

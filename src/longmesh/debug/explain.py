@@ -34,7 +34,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             inputs  (4, 6) S(0), (6, 4) S(1)
             rule    axis 0: S(0), R -> S(0)  (rule, the cheapest: ...
          !! implicit redistribution of input 1
-              S(1) -> R on MeshShape((2,)), shape (6, 4), 4 bytes an element
+              S(1) -> R on MeshShape((2,)), shape (6, 4), 4 bytes per element
                 1. all_gather     S(1) -> R, over axis 0 (2), each rank sends 48 B
                    all 2 ranks of the group need the whole of dim 1
                 1 collective; each rank sends 48 B on average, the busiest receives 48 B; predicted 50 us

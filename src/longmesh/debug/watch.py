@@ -87,7 +87,7 @@ def _check(call: str, timeout: float) -> None:
 def _start(timeout: float) -> Watcher:
     if not dist.is_initialized():
         raise NotDistributedError(
-            "watch looks after ranks, and there is no process group: start this script with "
+            "watch() needs a process group: start this script with "
             "`longmesh run --ranks N script.py` or torchrun, and call it after init_process_group()"
         )
     watcher = Watcher(

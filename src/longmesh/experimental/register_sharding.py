@@ -95,7 +95,7 @@ def _rule_of(op: OpOverload, function: ShardingFunction) -> Rule:
             return run_on_meta(call)
         except NotImplementedError as error:
             raise LongmeshError(
-                f"{op} can't tell its outputs' shapes: it has no kernel for meta tensors; add one with "
+                f"the output shapes of {op} are not known: it has no kernel for meta tensors; add one with "
                 f"torch.library.register_fake({schema_of(op).name!r})"
             ) from error
 

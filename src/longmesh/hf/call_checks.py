@@ -132,7 +132,7 @@ def refuse_options(model: nn.Module, kwargs: dict[str, Any], batch: OpenBatch) -
         if isinstance(value, Tensor) and value.ndim and not batch.features and name not in _KNOWN:
             raise LongmeshError(
                 f"hf.context_parallel: {type(model).__name__} is called with {name} of {tuple(value.shape)}, and it is "
-                "not known what of it would be this rank's part; leave it out"
+                "not known how to cut it; leave it out"
             )
     for name in ("logits_to_keep", "num_logits_to_keep"):
         value = kwargs.get(name, 0)

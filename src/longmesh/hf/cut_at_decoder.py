@@ -89,7 +89,7 @@ def cut_arguments(
         elif isinstance(value, Tensor) and value.ndim:
             raise LongmeshError(
                 f"hf.context_parallel: {type(module).__name__} is given {name} of {tuple(value.shape)}, which is not "
-                "cut with the tokens: it is not known what would be this rank's part"
+                "cut with the tokens, and it is not known how to cut it"
             )
     part["position_ids"] = batch.local_positions if positions is None else shard(positions, -1)
     return part

@@ -116,12 +116,12 @@ class Trainer(TrainerHooks, transformers.Trainer):
         args, owner = self.args, self._loss_owner()
         if owner is not transformers.Trainer and (owner.__module__.partition(".")[0], owner.__name__) != _SFT:
             raise LongmeshError(
-                f"hf.Trainer with {owner.__name__}, which computes its loss by itself: of this rank's tokens it may be "
-                "another; known are transformers.Trainer and trl.SFTTrainer"
+                f"hf.Trainer with {owner.__name__}, which computes its own loss: on this rank's tokens alone it may "
+                "be wrong; supported are transformers.Trainer and trl.SFTTrainer"
             )
         if self._loss == "tiled" and owner is not transformers.Trainer:
             raise LongmeshError(
-                f"hf.Trainer(loss='tiled') with {owner.__name__}, which computes its loss by itself; leave loss= out"
+                f"hf.Trainer(loss='tiled') with {owner.__name__}, which computes its own loss; leave loss= out"
             )
         if not args.average_tokens_across_devices:
             raise LongmeshError(

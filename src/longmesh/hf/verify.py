@@ -142,9 +142,9 @@ def _compare(
     found = Verification(loss, off[worst], names[worst], layer)
     if loss > tolerance or off[worst] > tolerance or layer is not None:
         raise LongmeshError(
-            f"hf.verify: {type(model).__name__} over a cut sequence is not what it is in one process: the loss differs "
-            f"by {loss:.1e}, the gradient of {names[worst]} by {off[worst]:.1e}"
-            + (f"; hidden states part first in {layer}" if layer else "")
+            f"hf.verify: {type(model).__name__} gives other results over a cut sequence than in one process: the loss "
+            f"differs by {loss:.1e}, the gradient of {names[worst]} by {off[worst]:.1e}"
+            + (f"; hidden states first differ in {layer}" if layer else "")
         )
     return found
 

@@ -132,8 +132,8 @@ def _refuse_uncut(batch: Mapping[str, Any]) -> None:
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.ndim and name not in CUT:
             raise LongmeshError(
-                f"hf.context_parallel: the batch has {name} of {tuple(value.shape)}, and it is not known what of it "
-                f"would be this rank's part{_INSTEAD.get(name, '; leave it out')}. Known are {', '.join(CUT)}"
+                f"hf.context_parallel: the batch has {name} of {tuple(value.shape)}, and it is not known how "
+                f"to cut it{_INSTEAD.get(name, '; leave it out')}. Known are {', '.join(CUT)}"
             )
 
 

@@ -73,7 +73,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         raise LongmeshError(
-            "a parallel style has no second derivative under torch.func, whose tensors don't show that they are "
+            "a parallel style has no second derivative under torch.func, whose tensors hide that they are "
             "DTensors; call the module outside of torch.func and use torch.autograd.grad(..., create_graph=True)"
         )
 

@@ -24,7 +24,7 @@ def format_bytes(num_bytes: float) -> str:
 def explain_plan(plan: RedistributePlan) -> str:
     """The whole plan, one step a line with its reason below."""
     head = (
-        f"{plan.src} -> {plan.dst} on {plan.src.mesh}, shape {plan.shape}, {plan.itemsize} bytes an element"
+        f"{plan.src} -> {plan.dst} on {plan.src.mesh}, shape {plan.shape}, {plan.itemsize} bytes per element"
     )
     if not plan.steps:
         return f"{head}\n  nothing to do"
@@ -53,22 +53,18 @@ def _why(step: Step) -> str:
         case "slice":
             return "each rank already holds what it needs"
         case "pad":
-            return "each rank's piece becomes one term of the pending reduction, filled up with its identity"
+            return "each rank's piece becomes its term of the pending reduction, padded with the identity"
         case "all_gather":
             return f"all {ranks} ranks of the group need the whole of {_dims(step)}" + _fused(step)
         case "all_to_all":
-            return "each rank receives exactly what it lacks, nothing is gathered and thrown away" + _fused(
-                step
-            )
+            return "each rank receives exactly what it lacks; nothing is gathered and dropped" + _fused(step)
         case "reduce_scatter":
             return (
-                f"the pending {_op(step)} is carried out where its pieces are wanted: half an all_reduce"
+                f"the pending {_op(step)} is reduced only to the piece that each rank needs: half an all_reduce"
                 + _fused(step)
             )
         case "all_reduce":
-            return f"the pending {_op(step)} is wanted in whole on all {ranks} ranks of the group" + _fused(
-                step
-            )
+            return f"all {ranks} ranks of the group need the whole pending {_op(step)}" + _fused(step)
 
 
 def _fused(step: Step) -> str:

@@ -4,7 +4,7 @@
     pad             local: become one of the terms of a pending reduction
     all_gather      every rank of the group gets every rank's shard
     all_to_all      the tensor is sharded along another dim: each rank receives exactly what it lacks
-    reduce_scatter  a pending reduction is carried out where its pieces are wanted
+    reduce_scatter  a pending reduction, of which each rank needs a piece
     all_reduce      a pending reduction is carried out everywhere
 
 A step's group is made of `axes`: ranks that differ only there talk to each other, one collective

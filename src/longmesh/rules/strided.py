@@ -78,8 +78,8 @@ def _as_strided_locally(call: OpCall, view: LocalView) -> Callable[..., Any]:
     lengths = [(n, step) for n, step in zip(meta.shape, meta.stride, strict=True) if step]
     if math.prod(n for n, _ in lengths) < 1 + sum((n - 1) * step for n, step in lengths):
         raise LongmeshError(
-            f"as_strided of a view with gaps, of shape {tuple(meta.shape)} and stride {tuple(meta.stride)}: what lies "
-            "in the gaps is not known here; call it on the tensor that it is a view of, or on contiguous()"
+            f"as_strided of a view with gaps, of shape {tuple(meta.shape)} and stride {tuple(meta.stride)}: the values "
+            "in the gaps are not known here; call it on the base of the view, or on contiguous()"
         )
 
     def strided(local: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:

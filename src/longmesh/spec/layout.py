@@ -176,8 +176,8 @@ def _check(mesh: MeshShape, placements: tuple[Placement, ...]) -> None:
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard) and placement.dim < 0:
             raise LongmeshError(
-                f"Shard({placement.dim}) on {mesh.axis_name(axis)}: a layout knows no tensor to count from "
-                "the end of; give a dim from 0 on"
+                f"Shard({placement.dim}) on {mesh.axis_name(axis)}: a layout does not know how many dims the "
+                "tensor has; give a dim of 0 or more"
             )
         if isinstance(placement, Partial) and placement.reduce_op not in ops:
             ops.append(placement.reduce_op)

@@ -54,7 +54,8 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh or (placements is not None and tuple(placements) != tensor.placements):
             raise LongmeshError(
-                f"distribute_tensor got a DTensor laid out as {tensor.placements}; use redistribute() to move it"
+                f"distribute_tensor got a DTensor laid out as {tensor.placements}; use redistribute() to change its "
+                "layout"
             )
         return tensor
     layout, problem = None, None

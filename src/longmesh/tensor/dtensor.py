@@ -125,7 +125,7 @@ class DTensor(torch.Tensor):
         mesh = device_mesh or resolve_mesh(device_mesh, "from_local")
         if isinstance(local_tensor, DTensor):
             raise LongmeshError(
-                "from_local takes this rank's plain tensor, got a DTensor; use redistribute() to move it"
+                "from_local takes this rank's plain tensor, got a DTensor; use redistribute() to change its layout"
             )
         if functorch_level() is not None and is_transformed(local_tensor):
             refuse_transformed("from_local")

@@ -30,8 +30,8 @@ def refuse_collective(p: Any, func: OpOverload, args: tuple[Any, ...], kwargs: d
 def refuse_transformed(caller: str) -> NoReturn:
     """from_local, to_local and redistribute inside torch.func."""
     raise LongmeshError(
-        f"{caller} inside a transform of torch.func (grad, vjp, vmap, jacrev): torch hands tensors on in a class of "
-        "its own there, which does not show whether they are DTensors. Ops on DTensors and modules with a parallel "
+        f"{caller} inside a transform of torch.func (grad, vjp, vmap, jacrev): torch wraps tensors in a class of its "
+        "own there, which hides whether they are DTensors. Ops on DTensors and modules with a parallel "
         f"style work inside; call {caller} outside, or use torch.autograd.grad"
     )
 

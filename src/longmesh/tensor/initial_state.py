@@ -36,7 +36,7 @@ def give_initial_state(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if isinstance(x, PackedSequence):
         raise LongmeshError(
             f"{type(module).__name__} with DTensor weights takes no PackedSequence: it has no dim for the batch, "
-            "which could be sharded; pass the padded batch, and mask what lies past a sequence's end"
+            "which could be sharded; pass the padded batch, and mask the padding"
         )
     if not isinstance(x, DTensor) or given.get("hx") is not None:
         return None

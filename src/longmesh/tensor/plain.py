@@ -195,8 +195,8 @@ def refuse_mix(func: OpOverload, tensors: Sequence[torch.Tensor]) -> NoReturn:
     shapes = ", ".join(map(_show, tensors))
     may_be_mask = func is torch.ops.aten.add.Tensor and all(t.ndim > 1 for t in tensors)
     hint = (
-        ". If it is a mask of scaled_dot_product_attention, where that has no kernel (dropout on a CPU, 3 dims): pass "
-        "attn_mask= as a DTensor, instead of is_causal too"
+        ". If it is the mask of a scaled_dot_product_attention that has no fused kernel (dropout on a CPU, 3 dims): "
+        "pass attn_mask= as a DTensor, also instead of is_causal"
     )
     raise LongmeshError(
         f"{func} mixes a DTensor with a plain tensor: {shapes}. Wrap the plain one with "

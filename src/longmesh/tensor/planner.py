@@ -204,7 +204,7 @@ class Planner(StepWriter):
         for target, value in zip(targets, results, strict=False):
             if target.shape != value.shape:
                 raise LongmeshError(
-                    f"{func} would give the DTensor it writes to another shape: {tuple(target.shape)} -> "
+                    f"{func} would change the shape of the DTensor it writes to: {tuple(target.shape)} -> "
                     f"{tuple(value.shape)}; use the op that returns a new tensor"
                 )
             self.write(target, value)

@@ -122,8 +122,8 @@ def next_key(generator: torch.Generator | None = None) -> Key | None:
     if is_tracing():
         if generator is not None:
             raise LongmeshError(
-                "a random op with generator= in a traced program would repeat what it drew while tracing; leave "
-                "generator= out, or run the op outside the compiled function"
+                "a random op with generator= in a traced program would repeat the numbers drawn while tracing; "
+                "leave generator= out, or run the op outside the compiled function"
             )
         return None
     if generator is not None:

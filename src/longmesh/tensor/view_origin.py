@@ -195,8 +195,8 @@ def _check_writable(view: DTensor) -> None:
             )
         if _name(func) not in _INVERSES:
             raise LongmeshError(
-                f"can't write in place to this view: {func} of a tensor laid out as {base._layout} had to move its "
-                "data, and has no inverse; write to the tensor itself, or redistribute it to Replicate() first"
+                f"can't write in place to this view: {func} of a tensor laid out as {base._layout} had to redistribute "
+                "its data, and has no inverse; write to the tensor itself, or redistribute it to Replicate() first"
             )
         view = base
 

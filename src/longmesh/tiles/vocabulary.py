@@ -80,8 +80,7 @@ def sharded_vocabulary(
         raise problem
     if any(row[4] for row in rows):
         raise LongmeshError(
-            f"{what}: another rank of the axis was called with something wrong and says what; "
-            "this rank's arguments are in order"
+            f"{what}: another rank of the axis got invalid arguments and reports them; this rank's are valid"
         )
     if len({(row[1], row[2]) for row in rows}) > 1:
         raise LongmeshError(
@@ -90,8 +89,8 @@ def sharded_vocabulary(
         )
     if len({row[3] for row in rows}) > 1:
         raise LongmeshError(
-            f"{what}: the ranks that share the vocabulary were called with different options, types or needs of "
-            "gradients; call it alike on each"
+            f"{what}: the ranks that share the vocabulary were called with different options, dtypes or "
+            "requires_grad; pass the same on each"
         )
     starts = [0]
     for row in rows:

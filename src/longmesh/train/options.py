@@ -173,7 +173,8 @@ def _check_run(name: str, path: str) -> None:
         raise LongmeshError(f"{name}={path!r} is not a directory; give another run's --out")
     if name == "resume" and not list_steps(Path(path, "checkpoint")):
         raise LongmeshError(
-            f"resume={path!r} has no checkpoint in it; give another run's --out, or leave out --resume to begin anew"
+            f"resume={path!r} has no checkpoint in it; give another run's --out, or leave out --resume to start "
+            "a new run"
         )
     if name == "baseline" and not Path(path, "run.json").is_file():
         raise LongmeshError(f"baseline={path!r} has no figures of a run in it; give another run's --out")

@@ -79,7 +79,8 @@ def load_state(
         )
     if len(run["losses"]) >= options.steps and options.resume != AUTO:
         raise LongmeshError(
-            f"{out} has {len(run['losses'])} steps already and steps={options.steps} were asked for; give more to go on"
+            f"{out} has {len(run['losses'])} steps already and steps={options.steps} were asked for; "
+            "give a larger --steps to continue"
         )
     checkpoint.load(collect_state(model, optimizer), checkpoints.step_path(newest))
     return run["losses"]

@@ -373,7 +373,7 @@ def test_explain_tells_balance_traffic_and_stages():
     for part in (
         "layout Zigzag, exchange Ring",
         "balance: busiest rank",
-        "stage 1: passed on by the rank before",
+        "stage 1: passed on by the previous rank",
     ):
         assert part in text
 

@@ -51,10 +51,10 @@ def test_what_is_needed_is_read_off_the_arguments():
 
 def test_errors():
     with pytest.raises(
-        LongmeshError, match=r"there is no attention kernel 'fast'; there are cpu_flash, cuda_flash"
+        LongmeshError, match=r"there is no attention kernel 'fast'; use one of cpu_flash, cuda_flash"
     ):
         choose(CPU, force="fast")
-    asked = r"'cpu_flash' was asked for, but it has no score_mod; can be used here: math, or leave the choice open"
+    asked = r"'cpu_flash' can't be used here: it has no score_mod; these can: math; or leave the choice open"
     with pytest.raises(LongmeshError, match=asked):
         choose(CPU._replace(score_mod=True), force="cpu_flash")
     with pytest.raises(LongmeshError) as error:

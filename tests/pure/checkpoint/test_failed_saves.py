@@ -33,7 +33,7 @@ def test_a_failed_save_is_told_and_the_run_goes_on(tmp_path, monkeypatch, code):
     assert start == f"{target} could not be written: {os.strerror(code)}: __0_0.distcp; 56"
     number, _, end = rest.partition(" are free there; ")
     assert abs(int(number.replace(",", "")) - free) < 1 << 30
-    assert end == "the newest checkpoint is that of step 1, and the run goes on"
+    assert end == "the newest checkpoint is that of step 1, and the run continues"
     assert os.listdir(tmp_path / "run") == ["step-00000001"], "nothing is left of it"
     monkeypatch.setattr(background, "write_pieces", good)
     save_all(directory, [3])
@@ -49,7 +49,7 @@ def test_after_some_failures_in_a_row_the_run_stops(tmp_path, monkeypatch):
     with contextlib.suppress(CheckpointError):
         directory.flush()
     assert len(lines) == 3
-    assert lines[0].endswith("; there is no checkpoint yet, and the run goes on")
+    assert lines[0].endswith("; there is no checkpoint yet, and the run continues")
     directory.save(state(5), 5)
     with pytest.raises(
         CheckpointError, match=r"No space left .*\n3 saves in a row have failed; the newest .* step 2$"
@@ -92,7 +92,7 @@ def test_a_directory_that_vanishes_is_told_and_not_made_again(tmp_path):
     shutil.rmtree(tmp_path / "run")
     directory.save(state(2), 2)
     assert "could not be written: No such file or directory: " in lines[0]
-    assert lines[0].endswith("there is no checkpoint yet, and the run goes on")
+    assert lines[0].endswith("there is no checkpoint yet, and the run continues")
     assert not (tmp_path / "run").exists()
 
 
@@ -135,9 +135,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, value):
     directory.save(bad, 2)
     with pytest.raises(CheckpointError):
         directory.flush()
-    text = (
-        "step-00000002 was not written: 'nested.n.1' is not finite, and a checkpoint of it would be of no use"
-    )
+    text = "step-00000002 was not written: 'nested.n.1' is not finite, so the checkpoint would be useless"
     assert text in lines[0]
     assert loaded(directory) == (1, 1.0)
     plain, _ = opened(tmp_path / "other")

@@ -76,8 +76,8 @@ def test_a_hostile_piece_does_not_run(tmp_path, ran, by_torch, name, protocol):
     save_one(path, by_torch=by_torch)
     replace_piece(path, name, archive_of([1, Hostile(ran)], protocol))
     text = (
-        rf"checkpoint {path} is refused: '{name}' holds posix.system, which a file may not make, since that can run "
-        r"any code; if you trust it, name it in load\(..., allow=\[...\]\)"
+        rf"checkpoint {path} is refused: '{name}' contains posix.system, and loading that could run any "
+        r"code; if you trust it, name it in load\(..., allow=\[...\]\)"
     )
     with pytest.raises(CheckpointError, match=text):
         load(state(), path)
@@ -109,9 +109,11 @@ class Phase(Enum):
 def test_a_class_is_read_only_if_it_is_allowed(tmp_path):
     save({"progress": Progress(3), "phase": Phase.WARM}, tmp_path / "run")
     found = {"progress": None, "phase": None}
-    with pytest.raises(CheckpointError, match=rf"'p\w+' holds {__name__}\.P\w+, which a file may not make"):
+    with pytest.raises(
+        CheckpointError, match=rf"'p\w+' contains {__name__}\.P\w+, and loading that could run any code"
+    ):
         load(found, tmp_path / "run")
-    with pytest.raises(CheckpointError, match=rf"'phase' holds {__name__}\.Phase"):
+    with pytest.raises(CheckpointError, match=rf"'phase' contains {__name__}\.Phase"):
         load(found, tmp_path / "run", allow=[Progress])
     assert found["phase"] is None
     load(found, tmp_path / "run", allow=[Progress, Phase])

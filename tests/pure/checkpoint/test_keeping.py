@@ -186,7 +186,7 @@ def test_the_newest_whole_one_is_used_and_a_line_says_so(tmp_path, kind):
     assert len(lines) == 2
     damage(generation_path(tmp_path / "run", 1))
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint in .*run is whole:\n.*00000003.*\n.*00000002.*\n.*00000001"
+        CheckpointError, match=r"no checkpoint in .*run is complete:\n.*00000003.*\n.*00000002.*\n.*00000001"
     ):
         directory.load_latest(state(0))
 

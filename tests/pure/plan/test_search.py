@@ -108,11 +108,11 @@ def test_explain():
     mesh = MeshShape((2, 2), ("dp", "tp"))
     plan = plan_redistribute(Layout(mesh, (P, R)), Layout(mesh, (S0, S1)), shape=(1024, 1024))
     assert plan.explain() == (
-        "PR -> S(0)S(1) on MeshShape(dp=2, tp=2), shape (1024, 1024), 4 bytes an element\n"
+        "PR -> S(0)S(1) on MeshShape(dp=2, tp=2), shape (1024, 1024), 4 bytes per element\n"
         "  1. slice          PR -> PS(1), local\n"
         "     each rank already holds what it needs\n"
         "  2. reduce_scatter PS(1) -> S(0)S(1), over axis 'dp' (2), each rank sends 1.0 MiB\n"
-        "     the pending sum is carried out where its pieces are wanted: half an all_reduce\n"
+        "     the pending sum is reduced only to the piece that each rank needs: half an all_reduce\n"
         "  1 collective; each rank sends 1.0 MiB on average, the busiest receives 1.0 MiB; predicted 574 us"
     )
     same = plan_redistribute(Layout(mesh, (P, R)), Layout(mesh, (P, R)), shape=(4,))

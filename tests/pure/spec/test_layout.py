@@ -175,7 +175,7 @@ MESH = MeshShape((2, 2), ("dp", "tp"))
         (lambda: Shard("0"), "Shard(dim) takes an int, got '0'; write e.g. Shard(0)"),
         (
             lambda: Layout(MESH, [Shard(-1), R]),
-            "Shard(-1) on axis 'dp': a layout knows no tensor to count from the end of",
+            "Shard(-1) on axis 'dp': a layout does not know how many dims the tensor has",
         ),
         (
             lambda: Layout(MESH, [P, Partial("max")]),

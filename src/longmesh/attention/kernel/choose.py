@@ -59,12 +59,12 @@ def choose(need: Need, force: str | None = None, refused: Refused = ()) -> Choic
     refusals = {kernel.name: kernel.refuses(need) or dict(refused).get(kernel.name) for kernel in every}
     if force is not None:
         if force not in refusals:
-            raise LongmeshError(f"there is no attention kernel {force!r}; there are {', '.join(refusals)}")
+            raise LongmeshError(f"there is no attention kernel {force!r}; use one of {', '.join(refusals)}")
         if refusals[force] is not None:
             able = [name for name, why in refusals.items() if why is None]
             raise LongmeshError(
-                f"attention kernel {force!r} was asked for, but it {refusals[force]}; "
-                f"can be used here: {', '.join(able) or 'none'}, or leave the choice open"
+                f"attention kernel {force!r} can't be used here: it {refusals[force]}; "
+                f"these can: {', '.join(able) or 'none'}; or leave the choice open"
             )
         return Choice(next(kernel for kernel in every if kernel.name == force), "asked for by name")
     passed: list[str] = []

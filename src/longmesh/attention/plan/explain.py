@@ -33,7 +33,7 @@ def explain(plan: AttentionPlan) -> str:
         f"attention over {plan.axes} on {shape}: {plan.mask}",
         f"  layout {plan.layout}{_of_keys(plan)}, exchange {plan.exchange}"
         + (f", {groups} groups of heads: one travels while another is computed" if groups > 1 else ""),
-        f"  {plan.heads}, {plan.heads.dtype_bytes} bytes an element",
+        f"  {plan.heads}, {plan.heads.dtype_bytes} bytes per element",
         *_time_lines(plan),
         f"  balance: busiest rank {areas.max() / mean:.3f} of the mean area, {areas.sum():.0f} pairs in all",
         _traffic_line(plan, stats),
@@ -141,7 +141,7 @@ def _stage_lines(row: RowPlan, shown: Sequence[int] | None) -> list[str]:
         kind = (
             "own keys"
             if s.is_local(stage)
-            else "passed on by the rank before"
+            else "passed on by the previous rank"
             if s.relay
             else "received keys"
         )
@@ -158,5 +158,5 @@ def _stage_lines(row: RowPlan, shown: Sequence[int] | None) -> list[str]:
                 lines.append(f"    {who} {group}: {arrives}{done}")
     moved = int((s.queries[:, STOP] - s.queries[:, START]).sum())
     if moved:
-        lines.append(f"  {moved} queries are computed away from home; their results come back and are merged")
+        lines.append(f"  {moved} queries are computed on other ranks; their results are sent back and merged")
     return lines

@@ -153,7 +153,7 @@ def _keys_of_scope(seq_len: int, kv_len: int) -> OtherKeys:
     other = None if cut is None or cut.seq_len != seq_len else cut.other
     if other is None or other.keys.kv_len != kv_len:
         raise LongmeshError(
-            f"create_cp_block_mask: {seq_len} queries and {kv_len} keys; say how the keys are cut: "
+            f"create_cp_block_mask: {seq_len} queries and {kv_len} keys; specify how the keys are cut: "
             "kv_layout='contiguous' or another layout, kv_layout='whole' if every rank has all of them; or open the "
             f"scope with kv_len={kv_len}. Without a scope: ContextParallel(mesh, seq_len={seq_len}, kv_len={kv_len})"
         )

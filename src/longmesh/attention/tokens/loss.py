@@ -56,8 +56,8 @@ def cut_cross_entropy(
         raise problem
     if mesh.size() > 1 and _is_asked(mesh) and (num_wrong := int(sums[2])):
         raise LongmeshError(
-            f"cut_cross_entropy: {num_wrong} of the {mesh.size()} ranks were called with something wrong and say what; "
-            "this rank's logits and labels are in order"
+            f"cut_cross_entropy: {num_wrong} of the {mesh.size()} ranks got invalid arguments and report them; "
+            "this rank's logits and labels are valid"
         )
     total = _StandIn.apply(part, sums[0].to(part.dtype))
     return total if reduction == "sum" else total / sums[1].to(part.dtype)  # NaN of nothing, as torch's mean

@@ -211,7 +211,7 @@ def seeded(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         key = next_key(generator)
         if key is None:
             raise LongmeshError(
-                f"{func} in a traced program would repeat what it drew while tracing; run it outside"
+                f"{func} in a traced program would repeat the numbers drawn while tracing; call it outside"
             )
         seed = (key[0] + key[1] * 0x9E3779B97F4A7C15) % 2**63
         return func(*args, **kwargs, generator=torch.Generator(device).manual_seed(seed))
