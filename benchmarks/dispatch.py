@@ -4,7 +4,7 @@
 
 Every figure is a ratio ours / torch's of the time per call (lower is better); the two are timed in turn, in short
 bursts, and the smallest of many rounds counts, so a busy machine disturbs both alike. AdamW on plain tensors of the
-same size stands beside it, in place of ours. The last row is no comparison with DTensor: a train step under
+same size stands beside it, in place of the built-in one. The last row is no comparison with DTensor: a train step under
 `longmesh.capture` against the same step written by hand, with plain local tensors and torch.distributed's all_reduce.
 """
 

@@ -35,10 +35,11 @@ HEAD = """# Which layouts run without a collective
 
 <!-- Made by benchmarks/op_table.py; edits are lost. -->
 
-One row an op of torch's `op_db`, by the aten ops it calls. A line such as `S(0), R -> S(0)` holds on one mesh axis:
-inputs laid out so are not moved. "Everything replicated" always holds and is not listed; where inputs lie otherwise
-they are brought to the cheapest line.
-`handler` ops need more than one local call (a small reduction, a halo, a lookup).
+One row per op of torch's `op_db`, with the aten ops it calls. A line such as `S(0), R -> S(0)` is for one mesh axis:
+inputs with these placements are not redistributed. All inputs replicated is always valid and not listed. Inputs with
+other placements are redistributed to the cheapest line.
+`family`: the op is planned step by step (a small reduction, a halo, a lookup). `no rule`: it is decomposed into ops
+that have one, or its inputs are replicated.
 Outcome: a run on 3 gloo ranks in random layouts against plain torch. `refused`: some layouts are an error that says
 what to do instead. That run was made on {date} with torch {torch}, this page from it and the rules:
 

@@ -76,7 +76,7 @@ class Handle:
         self._hooks.append(hook)
 
     def remove(self) -> None:
-        """Let the model run as before, each rank by itself."""
+        """Let the model run as before, each rank on its own."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -8,7 +8,7 @@ __all__ = ["CheckpointError", "CollectiveError", "LongmeshError", "NotDistribute
 
 
 class LongmeshError(ValueError):
-    """A wrong argument, found before the first byte moves and on every rank alike.
+    """A wrong argument, found on every rank before anything is sent.
 
     >>> Shard("rows")
     Traceback (most recent call last):
@@ -30,7 +30,7 @@ class NotDistributedError(RuntimeError):
 
 
 class CollectiveError(RuntimeError):
-    """A collective that did not end, or that the ranks did not enter alike.
+    """A collective that did not end, or that ranks entered with different arguments.
 
     >>> from longmesh.debug import desync_check
     >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])

@@ -54,7 +54,7 @@ def to_torch(value: object) -> Any:
 
 
 def from_torch(value: object) -> Any:
-    """`value` with every DTensor of torch's as one of ours, on the same memory. The inverse of `to_torch`.
+    """`value` with every DTensor of torch as a longmesh DTensor, on the same memory. The inverse of `to_torch`.
 
     >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     >>> from_torch(to_torch(x)).to_local().data_ptr() == x.to_local().data_ptr()

@@ -1,4 +1,4 @@
-"""Every private name of torch that longmesh uses, each under a name of ours that says what it is for.
+"""Every private name of torch that longmesh uses, each under a name that says what it is for.
 
     functorch_level = find("torch._C._functorch:maybe_current_level", "...", otherwise=lambda: 0)
 

@@ -1,6 +1,6 @@
 """A KV cache that no single rank holds: pages of keys and values over the ranks of a mesh, and exact attention there.
 
-Placement and bookkeeping are arithmetic that every rank does alike; only attention communicates, one collective per
+Placement and bookkeeping are arithmetic that every rank repeats; only attention communicates, one collective per
 layer when decoding.
 """
 

@@ -1,4 +1,4 @@
-"""Which sequences should move so that ranks hold as many pages; and over how many ranks a sequence should lie. Pure.
+"""Which sequences should move so that ranks hold as many pages; and how many ranks a sequence should use. Pure.
 
 Sequences over all ranks are balanced by themselves. Others are not: when some of them are freed, or grow more than
 expected, one rank may hold far more than the rest, and runs out of pages first.

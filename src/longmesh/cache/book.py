@@ -304,7 +304,7 @@ class Book:
             self.on_loss(rank, page)
 
     def tell_moved(self, moved: Moved) -> None:
-        """What lay on these pages lies on others now."""
+        """What was on these pages is on others now."""
         if self.on_move is not None:
             self.on_move(moved)
 

@@ -113,7 +113,7 @@ def digest_of(*tensors: Tensor, besides: bytes = b"") -> int:
 
 
 def refuse_differences(told: list[list[int]]) -> None:
-    """Raise, on all ranks, if they told different digests or states of their generators."""
+    """Raise, on all ranks, if their digests or the states of their generators differ."""
     if len(told) < 2:
         return
     for rank, (digest, state) in enumerate(told):

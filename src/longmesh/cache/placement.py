@@ -1,4 +1,4 @@
-"""Where a sequence's tokens lie: a function of their positions alone, the same on every rank. Pure.
+"""Where a sequence's tokens are: a function of their positions alone, the same on every rank. Pure.
 
     page 2, ranks (0, 1, 2)      token  0 1 | 2 3 | 4 5 | 6 7 | 8
                                  rank   0 0   1 1   2 2   0 0   1
@@ -18,7 +18,7 @@ Span = tuple[int, int]  # from, to
 
 
 class Placement(NamedTuple):
-    """Token p lies on ``ranks[p // page % len(ranks)]``. A rank's *slot* is its index in `ranks`.
+    """Token p is on ``ranks[p // page % len(ranks)]``. A rank's *slot* is its index in `ranks`.
 
     >>> Placement((0, 1, 2), page=2).owner(7)
     0
@@ -39,7 +39,7 @@ class Placement(NamedTuple):
         return self.ranks[position // self.page % len(self.ranks)]
 
     def local(self, slot: int, length: int) -> int:
-        """How many of the first `length` tokens lie on a slot."""
+        """How many of the first `length` tokens are on a slot."""
         around, rest = divmod(length, len(self.ranks) * self.page)
         return around * self.page + min(max(rest - slot * self.page, 0), self.page)
 

@@ -8,7 +8,7 @@
     step.commit()
     branch = pool.fork(seq)                              # shares pages until one of them is written
 
-Every rank makes the pool and calls it alike: where tokens lie follows from their positions, so only attention
+Every rank makes the pool and makes the same calls: where tokens are follows from their positions, so only attention
 and moves between ranks communicate. `num_pages` is what each rank has.
 """
 
@@ -99,7 +99,7 @@ class PagePool:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh that the pool lies over now."""
+        """The pool's current mesh."""
         return self.member.mesh
 
     @property

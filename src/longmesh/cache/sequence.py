@@ -1,4 +1,4 @@
-"""A cached sequence: its length, where it lies, and which pages hold it on each rank. Bookkeeping, no tensors."""
+"""A cached sequence: its length, its ranks, and which pages hold it on each rank. Bookkeeping, no tensors."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _NOTES = 2
 
 
 class Step:
-    """Made by `PagePool.step`, on every rank alike.
+    """Made by `PagePool.step`, the same on every rank.
 
     >>> from longmesh.cache import PagePool
     >>> pool = PagePool(mesh, num_pages=4, page=2, layers=1, kv_heads=1, head_dim=8)

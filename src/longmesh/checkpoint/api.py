@@ -27,7 +27,7 @@ _PathLike = str | os.PathLike[str]
 
 
 class Call(NamedTuple):
-    """What every rank must be called with alike; the state is each rank's own."""
+    """The arguments that must be the same on every rank; the state is each rank's own."""
 
     function: str
     path: str

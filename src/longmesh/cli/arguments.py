@@ -29,7 +29,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class RankRange(NamedTuple):
-    """How many ranks a run starts with, and with how many it may go on."""
+    """How many ranks a run starts with, and with how few it may continue."""
 
     least: int
     most: int

@@ -12,7 +12,7 @@ MAX_STALLED = 3
 
 
 class Decision(NamedTuple):
-    """Whether to go on, and what to say."""
+    """Whether to continue, and what to say."""
 
     goes_on: bool
     why: str

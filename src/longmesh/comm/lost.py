@@ -1,4 +1,4 @@
-"""A collective that failed, told with what every rank of its group was doing.
+"""A collective that failed, reported with what every rank of its group was doing.
 
 A rank that times out in a collective (or loses a peer there) posts what it was waiting for in the world's
 key-value store and looks, for a few seconds, for what the others posted: ranks that went different ways time out

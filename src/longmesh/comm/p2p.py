@@ -1,4 +1,4 @@
-"""Transfers of rows that are started now and waited for later, so that computing goes on meanwhile.
+"""Transfers of rows that are started now and waited for later, so that ranks compute meanwhile.
 
     pending = start_all_to_all(rows, send_counts=[0, 3], recv_counts=[0, 5], group=group)
     ...                                    # compute

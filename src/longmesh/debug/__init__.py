@@ -1,4 +1,4 @@
-"""Seeing what distributed tensors do: every byte that moves and why, who holds what, where ranks part ways."""
+"""Seeing what distributed tensors do: every byte that moves and why, who holds what, where ranks diverge."""
 
 from longmesh.debug.comm_mode import CommDebugMode
 from longmesh.debug.desync import desync_check

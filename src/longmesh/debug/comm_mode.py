@@ -57,7 +57,7 @@ class OpCall:
 
 
 class CommDebugMode(TorchDispatchMode):
-    """Counts, bytes and time of the collectives inside its `with`, by module. Entering it again starts anew.
+    """Counts, bytes and time of the collectives inside its `with`, by module. Entering it again resets it.
 
     >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     >>> with CommDebugMode() as comm:

@@ -1,4 +1,4 @@
-"""desync_check: ranks that part ways are stopped where they do, instead of hanging.
+"""desync_check: stop ranks where they diverge, instead of letting them hang.
 
 Before a collective starts, every rank of its group posts a fingerprint of it (kind, sizes, dtype, call site) in the
 world's key-value store and reads the others'. If they differ, every rank of the group raises the same error,

@@ -1,4 +1,4 @@
-"""explain: run a function and tell, for every op on DTensors, what it did and what it cost.
+"""explain: run a function and report, for every op on DTensors, what it did and what it cost.
 
 print(explain(model, x))
 
@@ -25,7 +25,7 @@ from longmesh.tensor.sending_steps import Redistribute
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Run `fn(*args, **kwargs)` and tell what every op on DTensors did. Collective where `fn` is.
+    """Run `fn(*args, **kwargs)` and report what every op on DTensors did. Collective if `fn` is.
 
     >>> a = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
     >>> b = distribute_tensor(torch.ones(6, 4), mesh, [Shard(1)])

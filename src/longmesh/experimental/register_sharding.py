@@ -32,7 +32,7 @@ ShardingFunction = Callable[..., Sequence[Line]]
 def register_sharding(
     op: OpOverload | list[OpOverload], *, check_with: Sequence[Any] | None = None
 ) -> Callable[[ShardingFunction], ShardingFunction]:
-    """A decorator that registers a function's lines as the rule of `op`, or of several, in place of ours.
+    """A decorator that registers a function's lines as the rule of `op`, or of several, in place of the built-in one.
 
     Input placements go by the op's arguments in the order of its schema, keyword arguments included. An op that
     writes to arguments writes to the DTensors; one without outputs lists []. With `check_with`, samples of the op's

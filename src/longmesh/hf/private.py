@@ -1,4 +1,4 @@
-"""What transformers does not promise to keep, each behind a name of ours. A test names the versions it is known from.
+"""Parts of transformers that are not public, each behind a function here. A test names the versions it is known from.
 
 - where attention and masks are registered, and models that choose attention by the implementation's name
 - `_attn_implementation` of a configuration

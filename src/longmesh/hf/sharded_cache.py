@@ -1,4 +1,4 @@
-"""ShardedCache: a transformers cache that lies over the ranks of a mesh.
+"""ShardedCache: a transformers cache that is sharded over the ranks of a mesh.
 
     hf.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="longmesh")
@@ -7,7 +7,7 @@
     out = model.generate(ids, past_key_values=cache)   # the same tokens on every rank
     branch = cache.fork()                              # shares pages
 
-Every rank runs the same calls. Pitfall: ranks sample from their own generators; seed them alike (torch.manual_seed),
+Every rank runs the same calls. Pitfall: ranks sample from their own generators; give them one seed (torch.manual_seed),
 else the first step is an error on all ranks.
 """
 
@@ -117,8 +117,8 @@ class ShardedLayer(CacheLayerMixin):
 class ShardedCache(Cache):
     """Keys and values of a model in pages over the ranks of a mesh with one axis, for ``past_key_values=``.
 
-    Made and used on every rank alike. `page`: tokens of a page; each rank holds every n-th page of a row. If all layers
-    have a window, pages that fell out of it are given back.
+    Every rank makes it and makes the same calls. `page`: tokens per page; each rank holds every n-th page of a row. If
+    all layers have a window, pages that fell out of it are given back.
 
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> from longmesh import hf

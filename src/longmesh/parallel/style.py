@@ -48,7 +48,7 @@ class ParallelStyle(ABC):
 
 
 def check_placement(given: Any, argument: str) -> Placement:
-    """A placement of ours, or an error that names the argument."""
+    """A longmesh placement, or an error that names the argument."""
     if not isinstance(given, Placement):
         raise LongmeshError(
             f"{argument}={given!r} ({type(given).__module__}) is not a longmesh placement; "

@@ -33,7 +33,7 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 
 class LayerCall(NamedTuple):
-    """What every rank passes alike to a layer."""
+    """What every rank must pass the same to a layer."""
 
     layer: str
     seq_len: int

@@ -40,7 +40,7 @@ def _lines(call: OpCall, outputs: Callable[[int], list[Placement]]) -> list[Axis
 
 
 def forward_lines(call: OpCall) -> list[AxisRule]:
-    """Linear in the values, too."""
+    """Also linear in the values."""
     value: Meta = call["value"]
     pending = [
         line([p if m.index == value.index else R for m in call.tensors], [p, R]) for p in (P, Partial("avg"))

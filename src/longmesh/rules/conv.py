@@ -137,7 +137,7 @@ def slide_of(call: OpCall, i: int) -> tuple[int, int, int, int]:
 
 
 def channels_last(shape: tuple[int, ...]) -> OutMeta:
-    """A dense output whose channels lie innermost."""
+    """A dense output whose channels are innermost in memory."""
     last = contiguous((shape[0], *shape[2:], shape[1])).stride
     return OutMeta(shape, (last[0], last[-1], *last[1:-1]))
 

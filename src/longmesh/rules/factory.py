@@ -58,7 +58,7 @@ def local_size(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str
 
 
 def local_size_and_stride(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The local part lies in memory as the whole does: a step longer than what is inside it shrinks with that."""
+    """The local part has the memory order of the whole: a step longer than what is inside it shrinks with that."""
     shape, size, stride = view.output_shapes[0], call["size"], call["stride"]
     local = list(stride)
     if tuple(shape) != tuple(size):

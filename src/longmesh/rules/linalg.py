@@ -31,7 +31,7 @@ def cross_lines(call: OpCall) -> list[AxisRule]:
 
 
 def geqrf_meta(call: OpCall) -> tuple[OutMeta, ...]:
-    """Matrices lie column by column."""
+    """Matrices are stored column by column."""
     shape = call.tensors[0].shape
     turned = contiguous((*shape[:-2], shape[-1], shape[-2])).stride
     matrix = OutMeta(shape, (*turned[:-2], turned[-1], turned[-2]))

@@ -23,7 +23,7 @@ from longmesh.spec import Partial, Placement
 
 
 def other_dims(call: OpCall) -> list[AxisRule]:
-    """Every dim but the op's own may be sharded, in all outputs alike."""
+    """Every dim but the op's own may be sharded, the same in all outputs."""
     dim = call.dim()
     count = len(call.outputs)
     return [line([S(d)], [S(d)] * count) for d in range(call.tensors[0].ndim) if d != dim]
@@ -39,7 +39,7 @@ def same_shape(call: OpCall) -> tuple[OutMeta, ...]:
 
 
 def search_lines(call: OpCall) -> list[AxisRule]:
-    """searchsorted: sharded values in a replicated sequence, or rows of both sharded alike."""
+    """searchsorted: sharded values in a replicated sequence, or rows of both sharded the same way."""
     sequence: Meta = call["sorted_sequence"]
     values = call["self"]
     if not isinstance(values, Meta):
@@ -54,7 +54,7 @@ def search_lines(call: OpCall) -> list[AxisRule]:
 
 
 def bucket_lines(call: OpCall) -> list[AxisRule]:
-    """bucketize: each value by itself."""
+    """bucketize: each value on its own."""
     values = call["self"]
     return [line([S(d), R], S(d)) for d in range(values.ndim)] if isinstance(values, Meta) else []
 

@@ -33,7 +33,7 @@ def refuse_meshes(first: DeviceMesh, second: DeviceMesh) -> NoReturn:
 
 
 def normalize_placements(placements: Sequence[Placement], ndim: int, caller: str) -> tuple[Placement, ...]:
-    """Placements with negative dims counted from the end, each of a class of ours."""
+    """Placements with negative dims counted from the end, each of longmesh's own classes."""
     result: list[Placement] = []
     for placement in placements:
         if not isinstance(placement, Placement):

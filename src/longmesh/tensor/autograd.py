@@ -64,7 +64,7 @@ tensor_layout_of_parts = kept_by_mesh(4096)(make_tensor_layout_of_parts)
 
 
 class LocalArguments(NamedTuple):
-    """What every rank must pass from_local(run_check=True) alike; sizes are compared with the layout's afterwards."""
+    """What must be the same on every rank in from_local(run_check=True); sizes are compared with the layout's."""
 
     ndim: int
     dtype: str
@@ -79,7 +79,7 @@ class LocalArguments(NamedTuple):
 def agree_on_local(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *options: object
 ) -> None:
-    """Raise on every rank unless all call from_local alike. Collective over the mesh."""
+    """Raise on every rank unless all pass the same to from_local. Collective over the mesh."""
     shape, stride, grads, order = ("" if option is None else str(option) for option in options)
     mine = LocalArguments(
         local.ndim,

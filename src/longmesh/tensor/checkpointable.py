@@ -46,7 +46,7 @@ def boxes_to_load(tensor: DTensor) -> list[ChunkStorageMetadata]:
 
 
 def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
-    """What this rank has to write of `tensor`. Ranks with the same box list it alike; one of them will write it."""
+    """What this rank has to write of `tensor`. Ranks with the same box all list it; one of them writes it."""
     check_current(tensor)
     local = tensor._local_tensor
     return [

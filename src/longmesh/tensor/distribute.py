@@ -22,7 +22,7 @@ from longmesh.tensor.meta import check_averages, contiguous_stride
 
 
 class Arguments(NamedTuple):
-    """What every rank must pass alike."""
+    """What must be the same on every rank."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -1,4 +1,4 @@
-"""Make the plan of an op on DTensors: by its rule, by code of its family, by the ops that it is made of.
+"""Make the plan of an op on DTensors: from its rule, from its family's code, or by decomposing it.
 
     rule     choose layouts, redistribute what has to be, one local call
     family   code of its own that writes the steps (tensor/ops), on a Planner

@@ -40,7 +40,7 @@ def implicit_replication() -> Iterator[None]:
     """Inside, an op on DTensors and plain tensors takes the plain ones as replicated instead of refusing them.
 
     Nothing checks that they are equal on all ranks: where they are not, results differ from rank to rank. Local:
-    sends nothing itself. A backward() that meets plain tensors of its own must run inside, too.
+    sends nothing itself. A backward() that meets plain tensors of its own must also run inside.
 
     >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     >>> with implicit_replication():

@@ -71,7 +71,7 @@ _state = RandomState()
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the random ops on DTensors and start their counter anew. Every rank must give the same seed.
+    """Seed the random ops on DTensors and reset their counter. Every rank must give the same seed.
 
     >>> manual_seed(7)
     >>> sharded = rand(5, device_mesh=mesh, placements=[Shard(0)]).full_tensor()
@@ -83,7 +83,7 @@ def manual_seed(seed: int) -> None:
 
 
 def get_rng_state() -> tuple[int, int]:
-    """Seed and op counter: what `set_rng_state` needs to go on from here, on any number of ranks.
+    """Seed and op counter: what `set_rng_state` needs to continue from here, on any number of ranks.
 
     >>> state = get_rng_state()
     >>> first = rand(5, device_mesh=mesh, placements=[Shard(0)]).full_tensor()
@@ -117,7 +117,7 @@ class Drawing(NamedTuple):
 def next_key(generator: torch.Generator | None = None) -> Key | None:
     """The key of one random op; None in a traced program, where it is taken when that runs.
 
-    A given `generator` is drawn from instead; it must be alike on all ranks.
+    A given `generator` is drawn from instead; its state must be the same on all ranks.
     """
     if is_tracing():
         if generator is not None:

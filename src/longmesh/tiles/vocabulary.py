@@ -55,7 +55,7 @@ def sharded_vocabulary(
     options: tuple[object, ...],
     problem: Exception | None,
 ) -> Vocabulary:
-    """The vocabulary of all ranks of the mesh, in their order. Collective: every rank goes on, or every rank raises.
+    """The vocabulary of all ranks of the mesh, in their order. Collective: every rank continues, or every rank raises.
 
     `options` decide which collectives follow. `problem` is what is wrong with this rank's arguments; it is raised after
     the others were told.

@@ -54,7 +54,7 @@ def agree_on_bad(loss: Tensor, total_norm: Tensor, axes: Axes) -> Tensor:
 
 
 class BadSteps:
-    """Counts updates that were not made, tells of each, and ends the run after some in a row."""
+    """Counts skipped updates, reports each, and ends the run after several in a row."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names

@@ -21,7 +21,7 @@ class _Pending(NamedTuple):
 
 
 class Ledger:
-    """Appends to `losses` and `steps`, shows each step, and tells of updates that were not made."""
+    """Appends to `losses` and `steps`, shows each step, and reports skipped updates."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The loop: steps, AdamW, checkpoints.
 
 A run is a function of `TrainOptions.curve` alone: the mesh changes who computes what, not what is computed. So a
-checkpoint of one mesh goes on on another, and the losses are those of one process but for rounding.
+checkpoint of one mesh is resumed on another, and the losses are those of one process but for rounding.
 """
 
 from __future__ import annotations

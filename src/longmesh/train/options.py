@@ -1,4 +1,4 @@
-"""What a training run is told, as one frozen value that is the same on every rank."""
+"""The options of a training run, as one frozen value that is the same on every rank."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class TrainOptions:
         return {name: getattr(self, name) for name in CURVE}
 
     def describe_differences(self, curve: dict[str, object]) -> str:
-        """What another run was told otherwise, in words; empty if nothing."""
+        """In which options another run differs, in words; empty if in none."""
         pairs = [(name, curve.get(name), value) for name, value in self.curve.items()]
         return ", ".join(
             f"{name}={theirs!r} (here {ours!r})" for name, theirs, ours in pairs if theirs != ours

@@ -57,7 +57,7 @@ class Part(NamedTuple):
 
 
 def make_axes(options: TrainOptions, text_digest: str, problem: LongmeshError | None, device: str) -> Axes:
-    """The mesh of the run. Collective: every rank of the world; all go on, or all raise.
+    """The mesh of the run. Collective: every rank of the world; all continue, or all raise.
 
     `problem` is what this rank can't start for, if there is something.
     """

@@ -230,4 +230,4 @@ def test_cheapest_chooses_for_each_sequence():
     schedule = plan.rows[0].schedule
     assert int((schedule.queries[:, STOP] - schedule.queries[:, START]).sum()) == 20
     assert int(schedule.needs.remote_tokens.sum()) == 60_000
-    assert "20 queries are computed away from home" in plan.explain()
+    assert "queries computed on other ranks: 20; " in plan.explain()

@@ -17,7 +17,7 @@ from longmesh.errors import LongmeshError
 
 
 class Signature(NamedTuple):
-    """What every rank passes alike: no local length. `backward`: whether gradients will be asked for."""
+    """What must be the same on every rank: no local length. `backward`: whether gradients will be asked for."""
 
     plan: str
     batch: int
@@ -37,7 +37,7 @@ class Signature(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """What every rank passes alike to `unshard` or `unshard_kv`."""
+    """What every rank must pass the same to `unshard` or `unshard_kv`."""
 
     what: str
     plan: str
@@ -151,7 +151,7 @@ def signature_of(
     score: Score,
     lse: bool = False,
 ) -> Signature:
-    """What this call must have in common with those of the other ranks. `lse`: whether that is returned, too."""
+    """What this call must have in common with those of the other ranks. `lse`: whether it is also returned."""
     bias = score.bias
     given = [t for t in (q, k, v, sinks, bias) if t is not None]
     backward = torch.is_grad_enabled() and (

@@ -74,7 +74,7 @@ class ContextParallel:
     Where keys are other tokens than queries there are `kv_len` of them, cut by `kv_layout`; the first query stands at
     position `q_offset` among them, unless given so that the last one stands at the last key. `v_in_k`: the values are
     the first `v_head_dim` features of the keys; calls pass no v.
-    `check`: whether the ranks agree at every call that they are called alike; else at the first call only.
+    `check`: whether ranks compare their arguments at every call; else at the first call only.
 
     >>> cp = ContextParallel(mesh, seq_len=10, mask=masks.causal(), num_heads=2, head_dim=8)
     >>> _ = torch.manual_seed(0)
@@ -146,7 +146,7 @@ class ContextParallel:
     # -- other masks -----------------------------------------------------------------------------
 
     def plan_ahead(self, masks: Iterable[Mask], *, seq_len: int | None = None) -> None:
-        """Have plans for these masks made in a helper process while this one goes on; `with_mask` takes them up. Local.
+        """Make plans for these masks in a helper process while this one continues; `with_mask` uses them. Local.
 
         Packed documents have a new mask at every step: call this with the next step's. With `seq_len`, plans are for
         new engines of that length. Heads that this one was called with are planned for, too.
@@ -279,7 +279,7 @@ class ContextParallel:
     def enter(
         self, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, score: Score, lse: bool = False
     ) -> Call:
-        """The call, checked and planned. Collective: every rank goes on, or every rank raises."""
+        """The call, checked and planned. Collective: every rank continues, or every rank raises."""
         self._together("attention", self._check, q, k, v, sinks, score, lse)
         if self.plan.exchange.relays and self._comm is not None and self._comm.mesh.ndim > 1:
             warm_up(self._comm, (0,))

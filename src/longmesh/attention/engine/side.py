@@ -65,7 +65,7 @@ class Side:
         return torch.stack([row.index_select(dim - 1, where) for row, where in rows])
 
     def check_part(self, plan: str, tensor: Tensor, dim: int) -> Gathered:
-        """What all ranks must pass alike to `unshard`, if this rank's tensor is in order."""
+        """What all ranks must pass the same to `unshard`, if this rank's tensor is valid."""
         dim = check_tokens("un" + self.name, tensor, dim, self.num_tokens, len(self.cuts))
         others = tuple(size for d, size in enumerate(tensor.shape) if d != dim)
         return Gathered("un" + self.name, plan, dim, others, tensor.dtype)

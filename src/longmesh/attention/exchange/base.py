@@ -60,7 +60,7 @@ class Exchange(abc.ABC):
         """The fragments of `owner`'s keys in the buffers of others, by rank, stage and offset."""
 
     def stretches(self, needs: Needs) -> Stretches:
-        """What lies in every rank's buffers."""
+        """What is in every rank's buffers."""
         ranks = range(needs.owned.num_ranks)
         return join_stretches([join_fragments(self.received(needs, rank)) for rank in ranks])
 

@@ -97,7 +97,7 @@ class Needs:
 
 
 def received(stretches: Stretches, rank: int, owned: Ownership) -> Array:
-    """The fragments that lie in a rank's buffers, by stage and offset."""
+    """The fragments in a rank's buffers, by stage and offset."""
     return _fragments(stretches.of(rank), owned.table)
 
 

@@ -2,7 +2,7 @@
 
 The order is by speed. A kernel that cannot do what is asked is never chosen, so nothing asked for is
 ever dropped silently; if none can, the error says why for each. The choice is a function of values
-that are the same on every rank, so every rank chooses alike.
+that are the same on every rank, so every rank makes the same choice.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     need -> the kernel that would be chosen -> right? it is used : the next one, and a warning says why
 
 What is checked does not depend on which blocks a rank has: full, causal, window and left-edged blocks, grouped heads,
-and what the call asks for (a mask_mod, a bias, a score_mod). So all ranks check alike and end with the same kernel: one
-that fails on one rank is used by none. A verdict is kept for the process; an agreement, for the group that made it.
+and what the call asks for (a mask_mod, a bias, a score_mod). So all ranks check the same and end with the same kernel:
+one that fails on one rank is used by none. A verdict is kept for the process; an agreement, for the group that made it.
 
 Collective: every rank of the group calls `refused_kernels` with the same need. Not under a compiler or with fake
 tensors.

@@ -176,7 +176,7 @@ class Chunked(Mask):
 
 
 def chunked(n: int, within: Mask | None = None) -> Mask:
-    """Chunks of `n` tokens that don't see each other; `within` a chunk, causal unless told.
+    """Chunks of `n` tokens that don't see each other; `within` a chunk, causal by default.
 
     >>> i, j = torch.arange(4)[:, None], torch.arange(4)
     >>> masks.chunked(2).visible(0, 0, i, j).long()

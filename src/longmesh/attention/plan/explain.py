@@ -35,15 +35,15 @@ def explain(plan: AttentionPlan) -> str:
         + (f", {groups} groups of heads: one travels while another is computed" if groups > 1 else ""),
         f"  {plan.heads}, {plan.heads.dtype_bytes} bytes per element",
         *_time_lines(plan),
-        f"  balance: busiest rank {areas.max() / mean:.3f} of the mean area, {areas.sum():.0f} pairs in all",
+        f"  balance: busiest rank {areas.max() / mean:.3f} times the mean, {areas.sum():,.0f} pairs in all",
         _traffic_line(plan, stats),
-        f"  rank   tokens{'     keys' * two}         area  of mean   received       sent  peak KV  calls",
+        f"  rank   tokens{'     keys' * two}           pairs  of mean   received       sent    peak KV  calls",
     ]
     for s in stats:
         lines.append(
-            f"  {s.rank:4d} {s.tokens:8d}{f' {s.kv_tokens:8d}' * two} {s.area:12.0f} {s.area / mean:8.3f}"
+            f"  {s.rank:4d} {s.tokens:8d}{f' {s.kv_tokens:8d}' * two} {s.area:15,.0f} {s.area / mean:8.3f}"
             f" {format_bytes(s.received_bytes):>10} {format_bytes(s.sent_bytes):>10}"
-            f" {format_bytes(s.peak_kv_bytes):>8} {s.kernel_calls:6d}"
+            f" {format_bytes(s.peak_kv_bytes):>10} {s.kernel_calls:6d}"
         )
     if shown is not None:
         lines.append(f"  ... {plan.num_ranks - len(shown)} more ranks: stats() has them all")
@@ -124,7 +124,7 @@ def human_us(us: float) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _stage_lines(row: RowPlan, shown: Sequence[int] | None) -> list[str]:
@@ -158,5 +158,5 @@ def _stage_lines(row: RowPlan, shown: Sequence[int] | None) -> list[str]:
                 lines.append(f"    {who} {group}: {arrives}{done}")
     moved = int((s.queries[:, STOP] - s.queries[:, START]).sum())
     if moved:
-        lines.append(f"  {moved} queries are computed on other ranks; their results are sent back and merged")
+        lines.append(f"  queries computed on other ranks: {moved:,}; their results are sent back and merged")
     return lines

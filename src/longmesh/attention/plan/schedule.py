@@ -125,7 +125,7 @@ class Schedule(PickledByFields):
 
     @functools.cached_property
     def all_stretches(self) -> Stretches:
-        """What lies in the buffers of every rank."""
+        """What is in the buffers of every rank."""
         return self.exchange.stretches(self.needs)
 
     def _has_later_tiles(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass
 class Finding:
-    """`problem` None: all is well. `figures` are what was measured; `advice` is worth reading, and no failure."""
+    """`problem` is None if all is well. `figures` are the measurements; `advice` is worth reading, but no failure."""
 
     section: str
     name: str

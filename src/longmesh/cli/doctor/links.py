@@ -1,4 +1,4 @@
-"""How fast ranks talk to each other: collectives by size, as nccl-tests tell it.
+"""How fast ranks talk to each other: collectives by size, as nccl-tests reports them.
 
 Algorithm bandwidth is bytes / time; bus bandwidth is what a link of a ring carries for it: times 2 (n - 1) / n for
 all_reduce, (n - 1) / n for all_gather, reduce_scatter and all_to_all, 1 for a message.

@@ -1,4 +1,4 @@
-"""What each rank of a `longmesh doctor` runs: it measures, and rank 0 tells. Its arguments are two files, or ""s.
+"""What each rank of a `longmesh doctor` runs: it measures, and rank 0 prints. Its arguments are two files, or ""s.
 
 Exit code 1, on every rank, if anything is wrong on any of them.
 """

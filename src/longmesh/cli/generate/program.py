@@ -1,4 +1,4 @@
-"""What each rank of a `longmesh generate` runs, with its options as JSON: it prefills, generates, and rank 0 tells."""
+"""What each rank of a `longmesh generate` runs, with its options as JSON: it prefills, generates, and rank 0 prints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longmesh.errors import LongmeshError
 
 
 def main(told: dict[str, Any]) -> int:
-    """Generate, on every rank alike; the exit code, the same on every rank."""
+    """Generate, the same on every rank; returns the exit code, the same on every rank."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -96,7 +96,7 @@ def _cache_bytes(cache: Any) -> int:
 
 
 def report(figures: Figures, told: dict[str, Any]) -> int:
-    """Rank 0 tells; 1 on every rank if the tokens are not those of one process."""
+    """Rank 0 prints; 1 on every rank if the tokens are not those of one process."""
     file = None if "one_process" not in told else Path(told["one_process"])
     lines = figures.lines()
     code = 0

@@ -51,7 +51,7 @@ class Limits:
 
 
 class Watcher(threading.Thread):
-    """Watches this process's threads; `tell` gets a report, `end` the one that ends the run."""
+    """Watches this process's threads; `tell` gets a report, `end` the report that ends the run."""
 
     def __init__(
         self,
