@@ -11,12 +11,13 @@ demo: $(VENV)/.has-run
 	@$(BIN)/longmesh train --ranks 2 --seq-len 16384 --mask documents --exchange auto --compare \
 		--steps 20 --dim 64 --heads 2 --kv-heads 1 --out build/demo
 
-# Two at a time, since a test on ranks leaves cores idle while it waits; the second one's output comes at the end. Ops are
-# among the first, so that both take as long.
+# Two halves at the same time, since a test on ranks leaves cores idle while it waits; the second half's output comes at
+# the end. The tests on ranks that OTHERS matches are in the first half, so that both take as long.
+OTHERS := test_ops_*.py test_device_attention.py
 test: $(VENV)/.has-test
 	@mkdir -p build
-	@$(BIN)/pytest tests/ranks --ignore-glob='*/test_ops_*' > build/ranks.log 2>&1 & ranks=$$!; \
-	$(BIN)/pytest tests/pure tests/e2e tests/ranks/test_ops_*.py; others=$$?; \
+	@$(BIN)/pytest tests/ranks $(OTHERS:%=--ignore-glob='*/%') > build/ranks.log 2>&1 & ranks=$$!; \
+	$(BIN)/pytest tests/pure tests/e2e $(OTHERS:%=tests/ranks/%); others=$$?; \
 	wait $$ranks; status=$$?; cat build/ranks.log; exit $$((status + others))
 
 # What takes too long for each change: hundreds of faults, long walks of state machines, and random programs against plain
