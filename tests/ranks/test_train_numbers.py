@@ -115,8 +115,8 @@ def test_after_some_in_a_row_the_run_stops_with_its_checkpoints(pool, tmp_path):
     results = pool.run(spoiled, (1, 2, 1), told, 1, [2, 4, 5, 6], math.nan, ranks=2)
     for result in results:
         assert result["error"] == (
-            f"step 6: the gradient of {WQ} is not finite on rank 1 ({HOST}); the update was skipped, the 3. in a row; "
-            "the checkpoints are of steps before: resume from one with a smaller learning rate, or look for the cause "
+            f"step 6: the gradient of {WQ} is not finite on rank 1 ({HOST}); the update was skipped, 3 in a row; "
+            "the checkpoints are from earlier steps: resume from one with a smaller learning rate, or look for the cause "
             "on that rank"
         )
         assert result["saved"][:2] == (5, [1, 2, 3, 4, 5])

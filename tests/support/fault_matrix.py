@@ -114,7 +114,7 @@ def numbers() -> list[Fault]:
             "gradients",
             1,
             RAISED + "NumbersError: step 5",
-            seen=f"{bad}, the 3. in a row",
+            seen=f"{bad}, 3 in a row",
             skip=THIRD,
             kept=2,
             again=True,

@@ -69,7 +69,7 @@ class BadSteps:
         line = f"step {step}: {self._find_source(numbers)}; the update was skipped"
         if self._in_a_row >= MAX_SKIPPED:
             raise NumbersError(
-                f"{line}, the {self._in_a_row}. in a row; the checkpoints are of steps before: resume from one with a "
+                f"{line}, {self._in_a_row} in a row; the checkpoints are from earlier steps: resume from one with a "
                 "smaller learning rate, or look for the cause on that rank"
             )
         return f"{line}, {self._in_a_row} in a row of at most {MAX_SKIPPED - 1}"

@@ -59,9 +59,15 @@ class Documents(Mask):
 
     def __str__(self) -> str:
         rows = self.lengths if self.num_rows > 1 else self.lengths[:1]
-        shown = ", ".join(f"{len(r)} of {min(r, default=0)}..{max(r, default=0)} tokens" for r in rows[:3])
+        shown = ", ".join(f"{len(r)} of {_span(r)}" for r in rows[:3])
         more = f", {len(rows) - 3} more rows" if len(rows) > 3 else ""
         return f"documents({shown}{more}, within={self.within})"
+
+
+def _span(lengths: Sequence[int]) -> str:
+    """The shortest and the longest length, or the one that all have."""
+    least, most = min(lengths, default=0), max(lengths, default=0)
+    return f"{least}..{most} tokens" if least < most else "1 token" if most == 1 else f"{most} tokens"
 
 
 def _padded(lengths: tuple[tuple[int, ...], ...]) -> np.ndarray:
