@@ -33,9 +33,9 @@ TheirSpec, TheirMeta, TheirMaskPartial, TheirStridedShard, _to_strided, _to_orde
 def to_torch(value: object) -> Any:
     """`value` with every longmesh DTensor as one of torch's own, on the same memory. Sends nothing.
 
-    A DTensor, a tree of them, or a module (in place; what it shares stays shared). A shard order is torch's strided
-    shard. A pending lookup is a pending sum. Modules that our styles shard go on computing as before, with their
-    parameters taken back at each call: so they run under FSDP2.
+    `value` is a DTensor, a tree of them, or a module (in place; shared parameters stay shared). A shard order becomes
+    torch's strided shard, a pending lookup a pending sum. Modules with a parallel style compute as before, since they
+    convert their parameters back at each call; so they run under FSDP2.
 
     >>> theirs = to_torch(distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
     >>> type(theirs).__module__, theirs.full_tensor()

@@ -167,7 +167,7 @@ def errors() -> list[str]:
 
 def test_what_can_not_be_prepared_is_refused(pool):
     parts = [
-        "this accelerator knows no mesh; call hf.prepare(accelerator",
+        "this accelerator has no mesh; call hf.prepare(accelerator",
         "Linear has no transformers model inside, so its attention is unknown",
         "mesh= has the axes (2,); name them 'dp'",
     ]

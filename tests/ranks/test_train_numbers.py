@@ -116,8 +116,8 @@ def test_after_some_in_a_row_the_run_stops_with_its_checkpoints(pool, tmp_path):
     for result in results:
         assert result["error"] == (
             f"step 6: the gradient of {WQ} is not finite on rank 1 ({HOST}); the update was skipped, 3 in a row; "
-            "the checkpoints are from earlier steps: resume from one with a smaller learning rate, or look for the cause "
-            "on that rank"
+            "the checkpoints are from earlier steps: resume from one with a smaller learning rate, or look for the "
+            "cause on that rank"
         )
         assert result["saved"][:2] == (5, [1, 2, 3, 4, 5])
         assert all(bool(t.isfinite().all()) for t in result["saved"][2].values())

@@ -36,11 +36,11 @@ from longmesh.plan import Cluster, cluster_of
 
 
 class PagePool:
-    """Pages of keys and values on every rank of a mesh with one axis; without a mesh, of this process alone.
+    """A KV cache in pages on every rank of a mesh with one axis; without a mesh, in this process alone.
 
-    `v_head_dim` None is `head_dim`. `kv_heads` None: each layer's memory is taken at its first step, by what is
-    written there. `window`: no layer's queries see more keys, themselves included; pages that fell out of it are given
-    back. `cluster`: what widths and ways to merge are chosen by.
+    `v_head_dim` defaults to `head_dim`. Without `kv_heads`, each layer's memory is allocated at its first step, as its
+    keys need it. `window`: a query of any layer sees at most this many keys, itself included; pages outside it are
+    freed. `cluster`: the machine that widths and ways to merge are chosen for.
 
     >>> from longmesh.cache import PagePool
     >>> pool = PagePool(mesh, num_pages=4, page=2, layers=1, kv_heads=1, head_dim=8)

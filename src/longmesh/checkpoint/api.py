@@ -37,8 +37,8 @@ class Call(NamedTuple):
 def save(state_dict: dict[str, Any], path: _PathLike) -> None:
     """Write a state dict (DTensors, tensors, plain values, nested) as the checkpoint directory `path`.
 
-    Each rank writes the shards it holds, copies only once, one piece in memory at a time. What was at `path` stays
-    until all is on disk, then it is replaced in one step. Collective: every rank of the world.
+    Each rank writes the shards it holds, replicas only once, one piece in memory at a time. What was at `path` stays
+    until everything is on disk, and is then replaced in one step. Collective: every rank of the world.
 
     >>> model = nn.Linear(3, 2)
     >>> save({"model": model.state_dict(), "step": 100}, "run")
@@ -52,8 +52,8 @@ def save(state_dict: dict[str, Any], path: _PathLike) -> None:
 def load(state_dict: dict[str, Any], path: _PathLike, *, allow: Allowed = ()) -> None:
     """Read the checkpoint `path` into `state_dict`: tensors in place, other values replaced.
 
-    `state_dict` says what to read and into which layouts; they need not be those it was saved from, nor the mesh or
-    the number of ranks. Nothing in a checkpoint is run: tensors, numbers, strings and containers of them are read, and
+    `state_dict` says what to read and into which layouts. Layouts, mesh and number of ranks may differ from those of
+    the save. Nothing in a checkpoint is run: tensors, numbers, strings and containers of them are read, and
     an object of any other class is refused, by its name, unless `allow` has the class. Collective: every rank of the
     world.
 

@@ -73,7 +73,7 @@ class _UnderWay:
 
 
 class Directory:
-    """Checkpoints of one run, by step: the last `keep`, and those whose step `keep_every` divides.
+    """Checkpoints of one run, by step: the last `keep`, and those whose step is a multiple of `keep_every`.
 
     `save` copies the state and returns; a thread writes it. Every rank calls `poll()` once a step, and `flush()` at the
     end. A save that fails leaves the others as they are: `tell` gets a line, and the `max_failures`-th in a row is

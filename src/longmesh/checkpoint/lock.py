@@ -30,7 +30,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class DirectoryLock:
-    """Holds `directory`, which is made if need be, from now to `release()`. For one rank of a run.
+    """Hold `directory`, created if needed, for one run until `release()`. One rank of the run makes it.
 
     >>> out = f"out-{mesh.get_rank()}"  # in a run only rank 0 takes it
     >>> lock = DirectoryLock(out)

@@ -20,11 +20,11 @@ class _Machine(NamedTuple):
 
 
 def use_cluster(mesh: DeviceMesh, cluster: Cluster | str) -> None:
-    """Plan for this machine whatever runs on the mesh: redistributions of DTensors, and attention and recurrent layers
-    that are given no cluster of their own.
+    """Plan everything on this mesh for `cluster`: redistributions of DTensors, and attention and recurrent layers
+    without a cluster of their own.
 
-    Call it before anything else is done with the mesh; a sub-mesh has its own. Collective: every rank gives the same
-    one.
+    Call it before anything else is done with the mesh; a sub-mesh has its own. Collective: every rank passes the
+    same one.
 
     >>> fresh = init_device_mesh("cpu", (2,))
     >>> use_cluster(fresh, "h100")

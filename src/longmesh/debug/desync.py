@@ -35,8 +35,8 @@ _LOOK_AROUND_SECONDS = 2.0
 def desync_check(timeout: float = 300.0) -> Iterator[None]:
     """Compare every collective of longmesh inside the `with` before it runs; a mismatch is a `CollectiveError`.
 
-    Every rank of the world enters it, at the same point of the program. A rank that has not come to a collective
-    after `timeout` seconds is taken to be lost. For debugging: each collective waits for a round trip to the store.
+    Every rank of the world enters it, at the same point of the program. A rank that has not reached a collective
+    after `timeout` seconds counts as lost. For debugging: each collective waits for a round trip to the store.
 
     >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     >>> with desync_check():

@@ -13,7 +13,7 @@ class strict(OpWatch):
     """Inside `with strict():` an op whose plan would send anything raises, before anything is sent: by redistributing
     an input, exchanging rows (a slice, flip or roll along a sharded dim) or gathering ranks' results (cumsum, topk).
 
-    Layouts and plans are the same on every rank, so all of them raise. Let through: a redistribution that sends
+    Layouts and plans are the same on every rank, so all of them raise. Allowed are a redistribution that sends
     nothing (a replicated tensor is sliced), and a reduction that is part of an op (a softmax over a sharded dim needs
     its maximum). Backward passes inside the `with` are checked too.
 

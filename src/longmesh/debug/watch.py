@@ -52,9 +52,9 @@ class Watch:
 
 @contextlib.contextmanager
 def watch(timeout: float = 300.0) -> Iterator[Watch]:
-    """Inside, a rank that keeps another waiting in a collective for `timeout` seconds is named, and the run ends.
+    """Name a rank that keeps another waiting in a collective for `timeout` seconds, and end the run.
 
-    What is said: the rank, its host and pid, whether it is stopped, its Python stack if it runs, its last collective,
+    The report has the rank, its host and pid, whether it is stopped, its Python stack if it runs, its last collective,
     and what the others wait for. Then the process that has waited ends with exit code 124, and the launcher
     ends the others. Every rank of the world enters it. The clock runs only while a rank waits for others.
 

@@ -56,11 +56,11 @@ def context_parallel(
 ) -> Iterator[ContextParallel]:
     """Cut `buffers` along `buffer_seq_dims` over the ranks of the mesh, and make attention see the whole sequence.
 
-    Buffers keep their identity and are restored on exit, also after an exception, but for those in
+    Buffers are changed in place and restored on exit, also after an exception, except for those in
     `no_restore_buffers`. Yields the engine, for its `positions`, `plan` and `explain()`. `mask` holds for every
     call of attention inside, together with the call's own `is_causal`.
 
-    `kv_len`: calls may also attend to so many other keys (cross-attention). They are cut by `kv_layout`, or as the
+    `kv_len`: calls may also attend to this many other keys (cross-attention). They are cut by `kv_layout`, or as the
     sequence is (`context_parallel_shard` cuts them so), or are whole on every rank: kv_layout="whole", which sends
     nothing, and gives each rank its share of their gradient. `mask` does not hold for these calls.
 

@@ -40,7 +40,7 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """`func` on the local parts of its DTensor arguments; its tensors come back as DTensors of `out_placements`.
+    """Run `func` on the local tensors of its DTensor arguments; its results become DTensors with `out_placements`.
 
     The placements go by the flattened positional arguments and results. In `in_placements`, None takes an argument as
     it is: a DTensor in any layout, or no tensor at all. An input in another layout than `in_placements` says is an

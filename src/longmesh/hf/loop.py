@@ -86,7 +86,7 @@ def cut_batch(
     model: nn.Module | None = None,
     cluster: Cluster | str | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """`context_parallel` for a loop whose accelerator went through `prepare`: yields what to call the model with.
+    """`context_parallel` for a loop whose accelerator was given to `prepare`; yields what to call the model with.
 
     `batch` is that of the prepared loader, the same on all ranks of a sequence. The loss is this rank's share of the
     mean over the labels of all ranks, times their number, since gradients are averaged. `num_items` is a number of
@@ -99,11 +99,11 @@ def cut_batch(
     ...     pass
     Traceback (most recent call last):
         ...
-    longmesh.errors.LongmeshError: cut_batch: this accelerator knows no mesh; ...
+    longmesh.errors.LongmeshError: cut_batch: this accelerator has no mesh; ...
     """
     if not isinstance(accelerator, MeshAccelerator):
         raise LongmeshError(
-            "cut_batch: this accelerator knows no mesh; call hf.prepare(accelerator, model, ..., mesh=mesh) first"
+            "cut_batch: this accelerator has no mesh; call hf.prepare(accelerator, model, ..., mesh=mesh) first"
         )
     mesh = accelerator.longmesh_mesh
     same_batch(mesh, batch)

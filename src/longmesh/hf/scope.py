@@ -75,11 +75,11 @@ def context_parallel(
     model: nn.Module | None = None,
     cluster: Cluster | str | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Cut a batch over the ranks of the mesh and yield this rank's, to call a model with inside the scope.
+    """Cut a batch over the ranks of the mesh and yield this rank's part, with which to call a model inside the scope.
 
-    `batch` is whole on every rank: input_ids (rows, tokens) or inputs_embeds and, if there are any, labels,
-    position_ids and attention_mask (1 for tokens, 0 for padding), shaped alike; position_ids may be (3, rows, tokens),
-    token_type_ids are for models that mask by them. Documents packed into a row are found in position_ids that start
+    `batch` is whole on every rank: input_ids (rows, tokens) or inputs_embeds and, optionally, labels,
+    position_ids and attention_mask (1 for tokens, 0 for padding) of the same shape; position_ids may be (3, rows,
+    tokens), token_type_ids are for models that mask by them. Documents packed into a row are found in position_ids that start
     again, or given by `cu_seqlens`. Labels are those of each token, not shifted: they are shifted before the cut, and
     the loss is divided by the number of labels of the whole batch.
 
@@ -88,7 +88,7 @@ def context_parallel(
     A model is inspected before its first step: a layer that mixes tokens in a way that can't be cut is refused by name.
     `unknown="gather"` runs such layers on the whole sequence, on every rank, and warns of the memory.
 
-    Rows of fewer than two tokens a rank are padded on the right.
+    Rows with fewer than two tokens per rank are padded on the right.
 
     Recurrent layers need each rank's tokens in one stretch: give the `model`, so that its batch is laid out in order
     ("ordered") if it has such layers. `cluster`: the machine that plans are made for; the mesh's own if not given.

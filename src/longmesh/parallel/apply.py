@@ -41,8 +41,8 @@ def parallelize_module(
     """Apply a style to `module`, or the styles of a plan to its submodules, in place. Collective: every rank.
 
     A plan's keys are names or fnmatch patterns of submodules ("" is the module itself), its values styles or
-    further plans. The parameters' data is that of the rank at place `src_data_rank` of the mesh; with None each
-    rank takes its shard of its own. Parameters that several modules of the plan share stay shared.
+    further plans. The parameters' data comes from the rank with coordinate `src_data_rank`; with None each
+    rank takes its shard of its own data. Parameters that several modules of the plan share stay shared.
 
     >>> model = nn.ModuleDict({"up": nn.Linear(4, 6), "down": nn.Linear(6, 4)})
     >>> model = parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -24,10 +24,10 @@ from longmesh.plan import Cluster
 
 
 class AttentionParallel(ParallelStyle):
-    """Cut-sequence attention in a module whose first input has this rank's tokens along `seq_dim`.
+    """Make a module's attention see the whole sequence; its first input has this rank's tokens along `seq_dim`.
 
-    Without `seq_len` the ranks add up their tokens at every call: one small collective. `layout` is the one the
-    tokens were cut with, head-tail if not given. `kv_len`: the module attends to so many other keys, which are cut by
+    Without `seq_len` the ranks add up their tokens at every call: one small collective. `layout` is the one that
+    cut the tokens, zigzag by default. `kv_len`: the module attends to this many other keys, which are cut by
     `kv_layout` (as the tokens are, if not given), or are all on every rank: kv_layout="whole", which sends nothing.
     `cluster`: the machine that plans are made for; the mesh's own if not given.
 

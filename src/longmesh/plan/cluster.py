@@ -112,7 +112,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Levels from the innermost to the outermost, rates of one rank while all compute, and what costs by itself: a
+    """Levels from the innermost to the outermost, rates of one rank while all compute, and fixed costs: a
     kernel call (`call_us`), a pass of attention (`pass_us`), a transfer of one, beyond its link (`transfer_us`).
 
     `overlap`: how much of a transfer hides behind computing at the same time: 1 where a network card works by itself, 0

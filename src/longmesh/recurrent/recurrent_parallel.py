@@ -44,14 +44,16 @@ from longmesh.recurrent.scaled import mlstm, wkv
 
 
 class RecurrentParallel:
-    """Made by every rank of the mesh (of one axis) with the same arguments. Making it communicates nothing.
+    """Recurrent layers over a sequence that is cut over the ranks of a mesh with one axis: plain tensors in and out.
+
+    Every rank makes it with the same arguments. Making it communicates nothing.
 
     Documents are given by their lengths (one list, or one per batch row), or found in `positions` of the whole
     sequence, one row or several, that start again. Without a mesh the sequence is whole in this process.
 
     `kernel`: "auto" takes kernels of fla, mamba_ssm and causal_conv1d where they are installed and the tensors are on a
-    GPU, after comparing each with ours at its first use (`check_kernels`); "torch" takes ours; a package's name, those
-    of that package. `packages` says where they are imported from.
+    GPU, after comparing each with the built-in one at its first use (`check_kernels`); "torch" takes the built-in ones;
+    a package's name takes those of that package. `packages` says where they are imported from.
 
     `cluster`: the machine that exchanges are chosen for, the same on every rank; the mesh's own if not given.
 

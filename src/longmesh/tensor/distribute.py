@@ -41,7 +41,7 @@ def distribute_tensor(
 ) -> DTensor:
     """The DTensor whose global value is `tensor`, a leaf.
 
-    The data is that of the rank at place `src_data_rank` of every mesh axis: it sends each rank its shard,
+    The data comes from the rank with coordinate `src_data_rank` on every mesh axis: it sends each rank its shard,
     one at a time. With `src_data_rank=None` nothing is sent: each rank takes its shard from its own `tensor`,
     which must be the same everywhere. Collective (unless None): every rank of the mesh, same arguments. On a rank that
     is not in the mesh the part is empty.

@@ -38,7 +38,7 @@ _MIXERS = (
 
 
 def tiled(module: nn.Module, tile: int = _TOKENS) -> Tiled:
-    """`module`, an MLP or another layer that looks at one token at a time, run `tile` tokens at a time.
+    """Run `module`, an MLP or another layer that looks at one token at a time, on `tile` tokens at a time.
 
     Takes and returns one tensor (..., tokens, size); other arguments are passed to every tile and may not be tensors.
     Its parameters and submodules are the module's own, under the same names, so checkpoints, LoRA and FSDP2 see no

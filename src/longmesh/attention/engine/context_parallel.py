@@ -67,13 +67,15 @@ class Heads:
 
 
 class ContextParallel:
-    """Made by every rank of the mesh with the same arguments. Making it communicates nothing.
+    """Exact attention over a sequence that is cut over the ranks of a mesh: ``cp(q, k, v)`` on plain tensors.
+
+    Every rank makes it with the same arguments. Making it communicates nothing; calling it is collective.
 
     Without a mesh the sequence is whole in this process: the same masks and kernels, and no process group. `cluster` is
     the machine that plans are made for, one for all ranks: a `Cluster` that was measured, or the name of a typical one.
-    Where keys are other tokens than queries there are `kv_len` of them, cut by `kv_layout`; the first query stands at
-    position `q_offset` among them, unless given so that the last one stands at the last key. `v_in_k`: the values are
-    the first `v_head_dim` features of the keys; calls pass no v.
+    If keys are other tokens than queries, `kv_len` is their number and `kv_layout` cuts them. The first query has
+    position `q_offset` among the keys; by default the last query has the position of the last key. `v_in_k`: the values
+    are the first `v_head_dim` features of the keys; calls pass no v.
     `check`: whether ranks compare their arguments at every call; else at the first call only.
 
     >>> cp = ContextParallel(mesh, seq_len=10, mask=masks.causal(), num_heads=2, head_dim=8)

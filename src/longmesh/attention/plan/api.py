@@ -57,8 +57,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """Decide who owns, computes and sends what, for every rank.
 
-    Where keys are other tokens than queries there are `kv_len` of them, cut by `kv_layout`. The mask speaks of
-    positions among the keys: the first query stands at `q_offset`; unless that is given, the last one at the last key.
+    If keys are other tokens than queries, `kv_len` is their number and `kv_layout` cuts them. Masks use positions among
+    the keys: the first query has `q_offset`; by default the last query has the position of the last key.
 
     `ranks` is a number, or (inner, outer): groups of `inner` ranks that split heads, `outer` of them.
     `cluster` is the machine that `auto` chooses for: a `Cluster`, or the name of one. The same arguments give the same
