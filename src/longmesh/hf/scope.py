@@ -79,9 +79,9 @@ def context_parallel(
 
     `batch` is whole on every rank: input_ids (rows, tokens) or inputs_embeds and, optionally, labels,
     position_ids and attention_mask (1 for tokens, 0 for padding) of the same shape; position_ids may be (3, rows,
-    tokens), token_type_ids are for models that mask by them. Documents packed into a row are found in position_ids that start
-    again, or given by `cu_seqlens`. Labels are those of each token, not shifted: they are shifted before the cut, and
-    the loss is divided by the number of labels of the whole batch.
+    tokens), token_type_ids are for models that mask by them. Documents packed into a row are found in position_ids that
+    start again, or given by `cu_seqlens`. Labels are those of each token, not shifted: they are shifted before the cut,
+    and the loss is divided by the number of labels of the whole batch.
 
     With pixel_values and the like the model gets all tokens, and the sequence is cut where its language model begins.
 
