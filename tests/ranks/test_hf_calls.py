@@ -204,7 +204,7 @@ def refused_calls() -> dict[str, tuple[Callable[[], Any], str]]:
         ),
         "such a batch": (
             lambda: call(make("llama"), {"input_ids": IDS, "start_positions": of_rows}),
-            "the batch has start_positions of (2,), and it is not known what of it would be",
+            "the batch has start_positions of (2,), and it is not known how to cut it",
         ),
         "shifted labels": (
             lambda: call(make("llama"), {"input_ids": IDS, "shift_labels": IDS}),
