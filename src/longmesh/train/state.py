@@ -71,7 +71,7 @@ def load_state(
     run = _load_run(checkpoints, newest)
     others = options.describe_differences(run["curve"])
     if others:
-        raise LongmeshError(f"{out} was trained with {others}; a resumed run must be told the same")
+        raise LongmeshError(f"{out} was trained with {others}; a resumed run needs the same options")
     if text and run["text"] not in ("", text):
         raise LongmeshError(
             f"{out} was trained on another text (digest {run['text']}, here {text}), so sequences would be seen twice "
