@@ -118,7 +118,7 @@ def _read_line(op: OpOverload, call: OpCall, number: int, entry: Line) -> AxisRu
         _checked(op, number, placement, meta.shape)
         for placement, meta in zip(outputs, call.outputs, strict=True)
     ]
-    return AxisRule(tuple(placed), tuple(results), note=f"line {number} registered for {op}")
+    return AxisRule(tuple(placed), tuple(results))
 
 
 def _tensors_by_schema(op: OpOverload, call: OpCall) -> list[Meta]:

@@ -52,7 +52,7 @@ def local_input_sizes(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], d
 def select_lines(call: OpCall) -> list[AxisRule]:
     dim = call.dim()
     pairs = [(d, d - (d > dim)) for d, _ in other_dims(call, [dim])]
-    return [*kept(call, pairs), line([S(dim)], P, note="its owner adds it, the others zeros")]
+    return [*kept(call, pairs), line([S(dim)], P)]  # its owner adds it, the others zeros
 
 
 def select_meta(call: OpCall) -> tuple[OutMeta, ...]:

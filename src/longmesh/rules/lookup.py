@@ -74,7 +74,7 @@ class Masked(NamedTuple):
 
 def embedding_lines(call: OpCall) -> list[AxisRule]:
     last = call.tensors[1].ndim
-    lines = [line([S(0), R], LOOKUP, note="rows of the table"), line([S(1), R], S(last))]
+    lines = [line([S(0), R], LOOKUP), line([S(1), R], S(last))]
     lines += [line([R, S(d)], S(d)) for d in range(last)]
     return lines + [line([p, R], p) for p in PENDING]
 

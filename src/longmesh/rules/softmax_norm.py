@@ -90,7 +90,7 @@ def group_norm_lines(call: OpCall) -> list[AxisRule]:
     parameters = len(call.tensors) - 1
     return [
         line([S(0), *[R] * parameters], [S(0)] * 3),
-        line([S(1), *[S(0)] * parameters], [S(1)] * 3, even=((-2, 1),), note="whole groups"),
+        line([S(1), *[S(0)] * parameters], [S(1)] * 3, even=((-2, 1),)),  # whole groups
     ]
 
 
@@ -120,8 +120,7 @@ def group_norm_backward_lines(call: OpCall) -> list[AxisRule]:
         line(
             [S(1)] * 4 + [S(0) for _ in weight],
             _gradients(call, S(1), S(0)),
-            even=((2, 1),),
-            note="whole groups",
+            even=((2, 1),),  # whole groups
         ),
     ]
 
