@@ -228,7 +228,9 @@ def called_with_gradients_on_one_rank(ranks: int) -> list[str]:
 
 def test_gradients_on_one_rank_only_raise_on_all(pool):
     for texts in pool.run(called_with_gradients_on_one_rank, 2, ranks=2, timeout=60.0):
-        assert all("('requires_grad', True)" in text and "called with different arguments" in text for text in texts)
+        assert all(
+            "('requires_grad', True)" in text and "called with different arguments" in text for text in texts
+        )
 
 
 def refusals(ranks: int) -> list[str]:

@@ -25,9 +25,9 @@ from longmesh.errors import LongmeshError
 from longmesh.parallel.layer import gradients_by_ops
 from longmesh.rules.lookup import can_read, refuse_unread
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
+from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor import DTensor
 from longmesh.tensor.autograd import current_part, move
-from longmesh.tensor.meta import contiguous_stride
 from longmesh.tensor.outside import results_outside
 from longmesh.tensor.tensor_layout import tensor_layout
 

@@ -23,11 +23,11 @@ from longmesh.comm import MeshComm, comm_anywhere, kept_by_mesh
 from longmesh.comm.record import wants_ops
 from longmesh.parallel.style import layout_on, whole_shape
 from longmesh.spec import Layout, Partial, Placement
+from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor import DTensor
 from longmesh.tensor.autograd import current_part, gradient_layout
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.dtensor import wrap
-from longmesh.tensor.meta import contiguous_stride
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import Planner
 from longmesh.tensor.steps import Slot

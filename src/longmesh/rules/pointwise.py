@@ -33,6 +33,7 @@ from longmesh.rules.rule import (
     line,
 )
 from longmesh.spec import Partial, Placement
+from longmesh.spec.strides import dense_stride
 
 AVG, MIN, MAX, PRODUCT = Partial("avg"), Partial("min"), Partial("max"), Partial("product")
 
@@ -264,7 +265,7 @@ def copy_meta(call: OpCall) -> tuple[OutMeta, ...]:
     if wanted is torch.contiguous_format:
         return (contiguous(meta.shape),)
     if wanted is torch.channels_last or wanted is torch.channels_last_3d:
-        return (_dense(meta.shape, [0, *range(2, meta.ndim), 1]),)
+        return (OutMeta(meta.shape, dense_stride(meta.shape, [0, *range(2, meta.ndim), 1])),)
     return (elementwise_meta(meta.shape, (meta,)),)
 
 
@@ -295,7 +296,7 @@ def elementwise_meta(shape: tuple[int, ...], metas: Sequence[Meta]) -> OutMeta:
                 place = j
             elif verdict < 0:
                 break
-    return _dense(shape, order[::-1])
+    return OutMeta(shape, dense_stride(shape, order[::-1]))
 
 
 def _is_contiguous(meta: Meta, dense: OutMeta) -> bool:
@@ -316,15 +317,6 @@ def _compare(left: int, right: int, strides: list[list[int]], shape: tuple[int, 
         if shape[left] > shape[right]:
             return 1
     return 0
-
-
-def _dense(shape: tuple[int, ...], slow_to_fast: Sequence[int]) -> OutMeta:
-    stride = [0] * len(shape)
-    step = 1
-    for dim in reversed(slow_to_fast):
-        stride[dim] = step
-        step *= max(shape[dim], 1)
-    return OutMeta(shape, tuple(stride))
 
 
 def pointwise(first: RuleFunction, *others: RuleFunction) -> Rule:

@@ -22,6 +22,7 @@ import torch
 from longmesh._torch import OpOverload, schema_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Partial, Placement, Replicate, Shard
+from longmesh.spec.strides import contiguous_stride
 
 Shape = tuple[int, ...]
 
@@ -86,13 +87,13 @@ class OpCall:
         except KeyError:
             return default
 
-    def dim(self, name: str = "dim", tensor: int = 0) -> int:
-        """An int argument that counts the dims of a tensor, from 0 on."""
-        return self[name] % max(self.tensors[tensor].ndim, 1)
+    def dim(self, name: str = "dim") -> int:
+        """An int argument that counts the dims of the first tensor, from 0 on."""
+        return self[name] % max(self.tensors[0].ndim, 1)
 
-    def dims(self, name: str = "dim", tensor: int = 0) -> tuple[int, ...]:
-        """A list-of-dims argument, from 0 on and sorted; None or empty means all dims."""
-        ndim = self.tensors[tensor].ndim
+    def dims(self, name: str = "dim") -> tuple[int, ...]:
+        """A list-of-dims argument, from 0 on and sorted; None or empty means all dims of the first tensor."""
+        ndim = self.tensors[0].ndim
         given: Any = self[name]
         if given is None or given in ([], ()):
             return tuple(range(ndim))
@@ -126,13 +127,12 @@ class AxisRule:
     """One valid line: a placement per tensor argument and per tensor output, on one mesh axis.
 
     `even`: (tensor, dim) pairs that must be sharded in equal pieces for the line to hold: an input's index, or
-    -1 - i for output i. With a third number, the pieces must also be multiples of it. `note` is shown by explain().
+    -1 - i for output i. With a third number, the pieces must also be multiples of it.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     even: tuple[tuple[int, int] | tuple[int, int, int], ...] = ()
-    note: str = ""
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
@@ -187,12 +187,7 @@ def line(inputs: Sequence[Placement], outputs: Sequence[Placement] | Placement, 
 
 def contiguous(shape: Sequence[int]) -> OutMeta:
     """A dense output of `shape`."""
-    stride: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(step)
-        step = step * (size or 1)
-    return OutMeta(tuple(shape), tuple(reversed(stride)))
+    return OutMeta(tuple(shape), contiguous_stride(shape))
 
 
 def like(meta: Meta) -> OutMeta:

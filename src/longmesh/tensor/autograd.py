@@ -21,17 +21,12 @@ from longmesh.comm.agree import agree
 from longmesh.comm.verify import broadcast_replicas, verify_local_shapes
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, MeshShape, Partial, Placement, Replicate
+from longmesh.spec.strides import contiguous_stride, stride_like
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.dtensor import DTensor, wrap
 from longmesh.tensor.foreign import refuse_transformed
 from longmesh.tensor.mask_buffer import without_mask
-from longmesh.tensor.meta import (
-    check_averages,
-    contiguous_stride,
-    even_global_shape,
-    global_stride,
-    stride_like,
-)
+from longmesh.tensor.meta import check_averages, even_global_shape, global_stride
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.view_origin import is_outdated, refresh
 

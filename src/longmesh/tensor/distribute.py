@@ -16,9 +16,10 @@ from longmesh.comm.scatter import scatter_tensor
 from longmesh.errors import LongmeshError
 from longmesh.plan import plan_redistribute
 from longmesh.spec import Layout, Placement, Replicate
+from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.meta import check_averages, contiguous_stride
+from longmesh.tensor.meta import check_averages
 
 
 class Arguments(NamedTuple):

@@ -12,10 +12,11 @@ from longmesh.comm import comm_anywhere
 from longmesh.comm.local import identity_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial, Placement, Replicate
+from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor import distributions
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.dtensor import DTensor, ShardOrderLike
-from longmesh.tensor.meta import check_averages, contiguous_stride
+from longmesh.tensor.meta import check_averages
 from longmesh.tensor.random import keeps_value, next_key, sample, std_of_parts
 
 

@@ -20,8 +20,8 @@ from longmesh.attention.scope.cut_sequence import CutSequence, check_heads
 from longmesh.comm import MeshComm, comm_anywhere, comm_of, kept_by_mesh
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Placement, Replicate, Shard
+from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.meta import contiguous_stride
 from longmesh.tensor.outside import results_outside
 from longmesh.tensor.tensor_layout import tensor_layout
 

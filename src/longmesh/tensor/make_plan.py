@@ -16,15 +16,15 @@ import torch
 
 from longmesh._torch import OpOverload, no_dispatch_modes, schema_of
 from longmesh.comm import comm_anywhere
+from longmesh.errors import LongmeshError
 from longmesh.rules import Rule, find_rule
+from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor.by_rule import describe_call, local_form, pends_more, view_strides
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.mask_buffer import without_mask
-from longmesh.tensor.meta import contiguous_stride
 from longmesh.tensor.one_by_one import plan_one_by_one, plan_through_views
-from longmesh.tensor.op_facts import OpFacts, decomposition_of, facts_of
+from longmesh.tensor.op_facts import OpFacts, decomposition_of, facts_of, written_arguments
 from longmesh.tensor.op_plan import OpPlan, Output
-from longmesh.tensor.overlap import refuse_overlap
 from longmesh.tensor.plain import common_mesh
 from longmesh.tensor.planned import Unplannable
 from longmesh.tensor.planner import USUAL, Planner, slots_for_metas
@@ -86,7 +86,7 @@ class PlanMaker:
         """A plan, how to plan others like it, if known, and whether it holds for these floats only."""
         tensors = all_tensors((args, kwargs))
         if schema_of(func).is_mutable:
-            refuse_overlap(func, args, kwargs)
+            _refuse_overlap(func, args, kwargs)
         if facts_of(func).is_composite_view:
             return plan_one_by_one(func), None, True
         if any(isinstance(t, DTensor) and t._tensor_layout.is_copied_view for t in tensors):
@@ -156,6 +156,25 @@ class PlanMaker:
         if rule.reads_sizes or choice.inputs != layouts or any(entry.even for entry in choice.lines):
             return plan, None, by_value
         return plan, Recipe(func, facts, rule, choice, plan), by_value
+
+
+# Writing the same value to one place several times is writing it once; parts of a pending reduction hold other values.
+_IDEMPOTENT = ("aten::fill_", "aten::zero_")
+
+
+def _refuse_overlap(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise for a write to an expanded tensor, as plain torch does, whose check sees a rank's own part only: of one row
+    or none it would pass."""
+    if torch.Tag.inplace_view in func.tags:
+        return
+    for tensor in all_tensors(written_arguments(func, args, kwargs)):
+        if not isinstance(tensor, DTensor) or not tensor._tensor_layout.is_expanded:
+            continue
+        if schema_of(func).name not in _IDEMPOTENT or tensor._layout.partial_axes:
+            raise LongmeshError(
+                f"{func} writes to an expanded tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()}: "
+                "several of its elements are one place in memory; clone() it first"
+            )
 
 
 def _are_simple(tensors: list[Any]) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial
+from longmesh.spec.strides import contiguous_stride, stride_like
 
 
 def even_global_shape(layout: Layout, local_shape: Sequence[int]) -> tuple[int, ...]:
@@ -21,17 +22,8 @@ def even_global_shape(layout: Layout, local_shape: Sequence[int]) -> tuple[int, 
     return tuple(shape)
 
 
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(step)
-        step = step * (size or 1) if type(size) is int else step * size
-    return tuple(reversed(stride))
-
-
 def global_stride(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
-    """The stride of a dense tensor of `shape` whose dims lie in memory as those of `local` do.
+    """The stride of a dense tensor of `shape` whose dims are in memory as those of `local` do.
 
     Pitfall: `is_contiguous` must not be asked. It is true of an empty part in any order, and torch takes other ways
     through an op by the answer: one rank alone would.
@@ -39,21 +31,6 @@ def global_stride(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
     stride = local.stride()
     is_usual = all(a >= b for a, b in itertools.pairwise(stride))
     return contiguous_stride(shape) if is_usual else stride_like(shape, stride)
-
-
-def stride_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The stride of a dense tensor of `shape` whose dims lie in the order of `stride`."""
-    return dense_stride(shape, sorted(range(len(stride)), key=lambda d: (-stride[d], d)))
-
-
-def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor whose dims are `order` from the slowest to the fastest."""
-    stride = [0] * len(shape)
-    step = 1
-    for dim in reversed(order):
-        stride[dim] = step
-        step = step * max(shape[dim], 1) if isinstance(shape[dim], int) else step * shape[dim]
-    return tuple(stride)
 
 
 def check_averages(layout: Layout, dtype: torch.dtype) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from longmesh._torch import OpOverload
-from longmesh.errors import LongmeshError
 from longmesh.tensor.autograd import apply_lookup_mask, move
-from longmesh.tensor.op_facts import decomposition_of, facts_of, out_names
+from longmesh.tensor.op_facts import decomposition_of, facts_of, refuse_new_shape, written_targets
 from longmesh.tensor.op_plan import OpPlan, replace_target
 from longmesh.tensor.plain import decomposing, on_whole_tensors
 from longmesh.tensor.steps import RunOps, Slot
@@ -49,19 +48,13 @@ def write_back(
     func: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """An in-place or out= op whose target can't stay in its layout: compute, redistribute, copy."""
-    outs = out_names(func)
-    targets = [kwargs[name] for name in outs] or [args[0]]
-    kwargs = {k: v for k, v in kwargs.items() if k not in outs}
+    targets, kwargs = written_targets(func, args, kwargs)
     result = functional(*args, **kwargs)
     if torch.Tag.inplace_view in func.tags:
         return replace_target(func, args, kwargs, result)
     results = result if isinstance(result, (tuple, list)) else [result]
     for target, value in zip(targets, results, strict=False):
-        if target.shape != value.shape:
-            raise LongmeshError(
-                f"{func} would change the shape of the DTensor it writes to: {tuple(target.shape)} -> "
-                f"{tuple(value.shape)}; use the op that returns a new tensor"
-            )
+        refuse_new_shape(func, target, value)
         if target._lookup is not None:
             apply_lookup_mask(target)
         target._local_tensor.copy_(move(value, target._layout)._local_tensor)

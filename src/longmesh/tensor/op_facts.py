@@ -16,6 +16,7 @@ from longmesh._torch import (
     op_function,
     schema_of,
 )
+from longmesh.errors import LongmeshError
 from longmesh.rules import Meta, OpCall, OutMeta
 from longmesh.tensor.tree import map_tensors
 
@@ -52,6 +53,23 @@ def facts_of(func: OpOverload) -> OpFacts:
 def out_names(func: OpOverload) -> list[str]:
     """The arguments that the op writes its results to: `out`, or one name for each of several."""
     return [a.name for a in schema_of(func).arguments if a.is_out]
+
+
+def written_targets(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """What an in-place or out= op writes its results to, and the keyword arguments of its functional form."""
+    outs = out_names(func)
+    others = {name: value for name, value in kwargs.items() if name not in outs}
+    return [kwargs[name] for name in outs] or [args[0]], others
+
+
+def refuse_new_shape(func: OpOverload, target: torch.Tensor, value: torch.Tensor) -> None:
+    if target.shape != value.shape:
+        raise LongmeshError(
+            f"{func} would change the shape of the DTensor it writes to: {tuple(target.shape)} -> "
+            f"{tuple(value.shape)}; use the op that returns a new tensor"
+        )
 
 
 def is_view(func: OpOverload) -> bool:

@@ -55,12 +55,6 @@ def implicit_replication() -> Iterator[None]:
         _taken_as_replicated.reset(token)
 
 
-def first_mesh(args: Any, kwargs: Any) -> DeviceMesh:
-    found: list[DeviceMesh] = []
-    map_tensors(lambda t: found.append(t._mesh) if isinstance(t, DTensor) else None, (args, kwargs))
-    return found[0]
-
-
 def common_mesh(args: Any, kwargs: Any) -> DeviceMesh:
     """The mesh an op runs on: of its first tensor that is not a scalar; of scalars only, the smallest, since what is
     equal on the ranks of a mesh is equal on a part of them."""
@@ -90,7 +84,7 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor:
 def on_whole_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather every DTensor, run the op on each rank, and take its result as replicated. Plain operands are equal
     everywhere."""
-    mesh = first_mesh(args, kwargs)
+    mesh = next(t._mesh for t in all_tensors((args, kwargs)) if isinstance(t, DTensor))
     whole = Layout.replicated(mesh)
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:

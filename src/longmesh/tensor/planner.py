@@ -20,14 +20,20 @@ from typing import Any
 import torch
 
 from longmesh._torch import OpOverload, TorchDispatchMode, aten, schema_of
-from longmesh.errors import LongmeshError
 from longmesh.rules import Meta, OpCall, find_rule
 from longmesh.rules.lookup import Masked
 from longmesh.spec import Layout
+from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor.by_rule import describe_call, local_form, pends_more
 from longmesh.tensor.mask_buffer import MaskBuffer, without_mask
-from longmesh.tensor.meta import contiguous_stride
-from longmesh.tensor.op_facts import decomposition_of, facts_of, out_names, quick_call, result_on_meta
+from longmesh.tensor.op_facts import (
+    decomposition_of,
+    facts_of,
+    quick_call,
+    refuse_new_shape,
+    result_on_meta,
+    written_targets,
+)
 from longmesh.tensor.op_plan import NOTHING, Given, OpPlan, Output, Whole
 from longmesh.tensor.planned import Planned, Unplannable
 from longmesh.tensor.propagate import choose
@@ -191,9 +197,7 @@ class Planner(StepWriter):
         self, func: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """An in-place or out= op whose target can't stay where it is: compute, redistribute, copy."""
-        outs = out_names(func)
-        targets = [kwargs[name] for name in outs] or [args[0]]
-        kwargs = {k: v for k, v in kwargs.items() if k not in outs}
+        targets, kwargs = written_targets(func, args, kwargs)
         result = self.op(functional, args, kwargs)
         if torch.Tag.inplace_view in func.tags:
             if self.depth > 1:
@@ -202,11 +206,7 @@ class Planner(StepWriter):
             return result
         results = result if isinstance(result, (tuple, list)) else [result]
         for target, value in zip(targets, results, strict=False):
-            if target.shape != value.shape:
-                raise LongmeshError(
-                    f"{func} would change the shape of the DTensor it writes to: {tuple(target.shape)} -> "
-                    f"{tuple(value.shape)}; use the op that returns a new tensor"
-                )
+            refuse_new_shape(func, target, value)
             self.write(target, value)
         return targets[0] if len(targets) == 1 else tuple(targets)
 

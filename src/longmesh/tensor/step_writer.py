@@ -20,10 +20,10 @@ from longmesh.comm.groups import AxisGroup
 from longmesh.comm.halo import Rows
 from longmesh.comm.intervals import Interval, Pieces
 from longmesh.spec import Coordinate, Layout, MaskPartial, Partial
+from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor.arguments import refuse_meshes
 from longmesh.tensor.autograd import apply_lookup_mask, gradient_layout
 from longmesh.tensor.mask_buffer import without_mask
-from longmesh.tensor.meta import contiguous_stride
 from longmesh.tensor.op_plan import Whole
 from longmesh.tensor.planned import Part, Planned, Unplannable, as_slots, slot_of
 from longmesh.tensor.sending_steps import Attend, Exchange, Gather, Halo, Recall, Redistribute

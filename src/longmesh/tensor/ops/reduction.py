@@ -24,6 +24,7 @@ from longmesh.tensor.ops.pieces import (
 )
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import USUAL, Planner
+from longmesh.tensor.tree import map_tensors
 
 aten = torch.ops.aten
 
@@ -96,6 +97,16 @@ def log_sum_exp(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dic
     return result.to(dtype)
 
 
+def reduce_once(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """scatter_reduce and index_reduce: a pending sum is reduced once, and remembered for the gradient.
+
+    That goes to the elements that equal the result, bit for bit, and reads the operands a second time. Two reductions
+    of one pending sum may add in different orders.
+    """
+    args, kwargs = map_tensors(p.reduced_for_good, (args, kwargs))
+    return p.by_rule(func, args, kwargs)
+
+
 FAMILIES: dict[OpOverload, Family] = {
     **dict.fromkeys(
         (aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction),
@@ -103,4 +114,5 @@ FAMILIES: dict[OpOverload, Family] = {
     ),
     aten.linalg_vector_norm.default: vector_norm,
     aten.logsumexp.default: log_sum_exp,
+    **dict.fromkeys((aten.scatter_reduce.two, aten.index_reduce.default), reduce_once),
 }
