@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+import warnings
 from collections import Counter
 
 import torch
@@ -18,12 +19,14 @@ def main():
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="the first seed; the others follow")
     parser.add_argument("--stop-after", type=int, default=20, help="end after so many failures")
+    parser.add_argument("--wide", action="store_true", help="statements that reach further, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     counts, start = Counter(), time.monotonic()
     with RankPool(4) as pool:
         for seed in range(options.seed, options.seed + options.programs):
-            program = write_program(seed)
+            program = write_program(seed, options.wide)
             outcome = judge(program, pool)
             counts[outcome.kind] += 1
             if outcome.is_failure:

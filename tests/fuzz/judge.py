@@ -70,17 +70,20 @@ def _run_on_rank(program, number, patience):
 def _outcome(program):
     plain, sharded = Plain(), Sharded(program.mesh)
     ours, theirs = sharded.names(), plain.names()
+    # Terms of a pending sum are rounded one by one where a program goes through float32.
+    slack = 1e-5 if any("float()" in s for s in program.statements) else 1e-8
     for where, statement in enumerate(program.statements):
         exec(statement, theirs)
         try:
             exec(statement, ours)
-        except LongmeshError as error:
-            return Outcome("refused", where, f"{error}")
         except Exception as error:
+            refusal = getattr(error, "inner_exception", error)  # a compiler wraps what it meets
+            if isinstance(refusal, LongmeshError):
+                return Outcome("refused", where, f"{refusal}")
             return Outcome("crash", where, f"{type(error).__name__}: {str(error)[:600]}")
         if program.each or where == len(program.statements) - 1:
             try:
-                problem = _difference(ours, theirs, sharded)
+                problem = _difference(ours, theirs, sharded, slack)
             except Exception as error:
                 return Outcome("crash", where, f"when read: {type(error).__name__}: {str(error)[:600]}")
             if problem:
@@ -88,7 +91,7 @@ def _outcome(program):
     return Outcome("right")
 
 
-def _difference(ours, theirs, sharded):
+def _difference(ours, theirs, sharded, slack):
     """The first tensor that differs, or None. Every rank reads all of them, so that none waits."""
     found = None
     for name, want in theirs.items():
@@ -97,16 +100,16 @@ def _difference(ours, theirs, sharded):
         have = ours[name]
         whole = sharded.whole(have)
         if found is None:
-            found = _compare(name, have, whole, want)
+            found = _compare(name, have, whole, want, slack)
     return found
 
 
-def _compare(name, have, whole, want):
+def _compare(name, have, whole, want, slack):
     if whole.shape != want.shape or whole.dtype != want.dtype:
         return f"{name} is {tuple(whole.shape)} {whole.dtype}, plain {tuple(want.shape)} {want.dtype}"
     if have.requires_grad != want.requires_grad:
         return f"{name} has requires_grad={have.requires_grad}, plain {want.requires_grad}"
-    if not torch.allclose(whole.double(), want.detach().double(), rtol=1e-6, atol=1e-8, equal_nan=True):
+    if not torch.allclose(whole.double(), want.detach().double(), rtol=1e-6, atol=slack, equal_nan=True):
         gap = (whole.double() - want.detach().double()).abs().max().item()
         return f"{name} differs by {gap:.3g}"
     return None

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
+from fuzz.more_statements import MORE
 from longmesh import DTensor, Partial, Replicate, Shard, distribute_tensor
 from longmesh.checkpoint import load, save
 from longmesh.testing import cpu_mesh
@@ -126,8 +128,9 @@ class Sharded(Plain):
 
 
 class _Writer:
-    def __init__(self, seed):
+    def __init__(self, seed, kinds):
         self.random = random.Random(seed)
+        self.kinds = kinds
         self.mesh = self.random.choice(MESHES)
         self.names = Plain().names()
         self.tensors = []
@@ -172,7 +175,7 @@ class _Writer:
         tries = 0
         while len(self.statements) < wanted and tries < 200:
             tries += 1
-            kinds, weights = zip(*KINDS, strict=True)
+            kinds, weights = zip(*self.kinds, strict=True)
             statement = self.random.choices(kinds, weights)[0](self)
             if statement:
                 self.attempt(statement)
@@ -276,7 +279,12 @@ class _Writer:
             )
             value = self.random.choice(["1.5", "0", (self.pick() or (name,))[0]])
             return f"{place} {self.random.choice(['=', '+=', '*='])} {value}"
-        other = self.pick()[0]
+        other, value = self.pick()
+        if (other, target) != (
+            name,
+            name,
+        ) and value.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            return None  # what reads the memory that it writes to depends on the order of its loops
         op = self.random.choice([
             "add_(1)", "mul_(0.5)", "zero_()", "fill_(0.3)", "relu_()", "neg_()", f"add_({other})", f"copy_({other})",
             f"mul_({other})", "clamp_(-1, 1)", f"add_({other}, alpha=0.5)", "sub_(0.1)", "tanh_()",
@@ -372,10 +380,11 @@ class _Overflow(Exception):
     """Numbers or sizes grew too large to compare."""
 
 
-def write_program(seed):
-    """The program of a seed: the same in every process."""
+def write_program(seed, wide=False):
+    """The program of a seed: the same in every process. `wide`: of the statements of more_statements.py, too."""
+    kinds = (*KINDS, *MORE) if wide else KINDS
     for attempt in range(100):
-        writer = _Writer(f"{seed}.{attempt}")
+        writer = _Writer(f"{seed}.{attempt}", kinds)
         try:
             statements = writer()
         except _Overflow:
