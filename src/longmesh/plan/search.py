@@ -43,7 +43,7 @@ class RedistributePlan:
     >>> print(plan.explain())
     S(0) -> S(1) on MeshShape((4,)), shape (1024, 1024), 4 bytes per element
       1. all_to_all     S(0) -> S(1), over axis 0 (4), each rank sends 768.0 KiB
-         each rank receives exactly what it lacks, nothing is gathered and thrown away
+         each rank receives exactly what it lacks; nothing is gathered and dropped
       1 collective; each rank sends 768.0 KiB on average, the busiest receives 768.0 KiB; predicted 483 us
     """
 
