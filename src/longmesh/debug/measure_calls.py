@@ -9,9 +9,10 @@ transfers'.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from longmesh.plan.cluster import Cluster
 
 FITTED = ("pass_us", "transfer_us")
 SIZES = (1.0, 2.5)  # tokens of a rank, in tiles
+MANY = 32  # ranks
 MASKS: dict[str, Callable[[int], Mask]] = {
     "full": lambda n: masks.full(),
     "causal": lambda n: masks.causal(),
@@ -41,21 +43,40 @@ ONE_AXIS = (
 TWO_AXES = tuple(("hybrid", layout, mask) for mask in MASKS for layout in ("contiguous", "zigzag"))
 
 
+class Reference(NamedTuple):
+    """A call to measure."""
+
+    length: int
+    exchange: str
+    layout: str
+    mask: str
+
+
+def reference_calls(mesh_sizes: Sequence[int], tile: int, heads: int) -> list[Reference]:
+    """Calls of every exchange that the mesh has. On many ranks they are no longer than on MANY."""
+    n = math.prod(mesh_sizes)
+    if n == 1 or len(mesh_sizes) > 2:
+        return []
+    kinds = ONE_AXIS if len(mesh_sizes) == 1 else TWO_AXES
+    if mesh_sizes[-1] > heads:  # there are fewer heads than ranks to split them over
+        kinds = tuple(kind for kind in kinds if kind[0] not in ("ulysses", "hybrid"))
+    return [Reference(int(size * tile) * min(n, MANY), *kind) for size in SIZES for kind in kinds]
+
+
 def fit_calls(
     mesh: DeviceMesh, clock: Clock, cluster: Cluster, tile: int, heads: int, head_dim: int, dtype: torch.dtype
 ) -> Cluster:
     """The cluster with the figures that calls show. Collective: every rank gets the same."""
-    n = clock.group.size
-    if n == 1:
+    calls = reference_calls(tuple(mesh.shape), tile, heads)
+    if not calls:
         return cluster
     cluster = replace(cluster, **dict.fromkeys(FITTED, 0.0))
     engines: list[ContextParallel] = []
-    for size in SIZES:
-        for exchange, layout, mask in ONE_AXIS if mesh.ndim == 1 else TWO_AXES:
-            length = int(size * tile) * n
-            how: dict[str, Any] = {"exchange": exchange, "layout": layout, "mask": MASKS[mask](length)}
-            how |= {"num_heads": heads, "head_dim": head_dim, "dtype": dtype, "cluster": cluster}
-            engines.append(ContextParallel(mesh, seq_len=length, check=False, **how))
+    for call in calls:
+        how: dict[str, Any] = {"exchange": call.exchange, "layout": call.layout}
+        how |= {"mask": MASKS[call.mask](call.length), "cluster": cluster, "check": False}
+        how |= {"num_heads": heads, "head_dim": head_dim, "dtype": dtype}
+        engines.append(ContextParallel(mesh, seq_len=call.length, **how))
     took = clock.best_us([_maker(cp, heads, head_dim, dtype, clock.device) for cp in engines])
     found = fit([cp.plan for cp in engines], took)
     return replace(cluster, **dict(zip(FITTED, found, strict=True)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from longmesh.attention import masks, plan_attention
-from longmesh.debug.measure_calls import fit, least_squares
+from longmesh.debug.measure_calls import fit, least_squares, reference_calls
 from longmesh.plan import named_cluster
 
 
@@ -40,3 +40,14 @@ def test_least_squares_stay_at_0_where_they_would_fall_below():
     assert least_squares(a, a @ (3.0, 0.5)) == pytest.approx([3.0, 0.5])
     assert least_squares(a, np.array([2.0, 1.0, -1.0])) == pytest.approx([1.5, 0.0])
     assert least_squares(np.zeros((2, 2)), np.ones(2)) == [0.0, 0.0]
+
+
+def test_calls_are_those_that_the_mesh_can_make_and_stay_short():
+    def exchanges(*sizes):
+        return {call.exchange for call in reference_calls(sizes, 128, 8)}
+
+    assert exchanges(4) == {"allgather", "ring", "ulysses", "sparse"}
+    assert exchanges(16) == {"allgather", "ring", "sparse"}  # 8 heads
+    assert exchanges(2, 8) == {"hybrid"}
+    assert exchanges(1) == exchanges(1, 1) == exchanges(2, 16) == exchanges(2, 2, 2) == set()
+    assert max(call.length for call in reference_calls((1024,), 128, 8)) == 320 * 32
