@@ -26,7 +26,7 @@ PROGRAMS ?= 2000
 SEED ?= 0
 soak: $(VENV)/.has-test
 	@$(BIN)/pytest tests/soak
-	@PYTHONPATH=tests $(BIN)/python -m fuzz --programs $(PROGRAMS) --seed $(SEED)
+	@PYTHONPATH=tests $(BIN)/python -m fuzz --wide --programs $(PROGRAMS) --seed $(SEED)
 
 lint: $(VENV)/.has-lint
 	@$(BIN)/ruff format --check .
