@@ -39,6 +39,9 @@ def make(kind: str, implementation: str = "longmesh", **settings: Any) -> Any:
         "electra": lambda: t.ElectraConfig(**SMALL, embedding_size=16),
         "roberta": lambda: t.RobertaConfig(**SMALL, is_decoder=True),
         "mamba": lambda: t.MambaConfig(vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=1),
+        "bamba": lambda: t.BambaConfig(
+            **SMALL, num_key_value_heads=1, attn_layer_indices=[0], mamba_n_heads=2, z_loss_coefficient=0.1
+        ),
         "doge": lambda: t.DogeConfig(**SMALL, num_key_value_heads=1),
         "modernbert": lambda: t.ModernBertConfig(
             **SMALL, local_attention=4, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
@@ -183,6 +186,10 @@ def refused_calls() -> dict[str, tuple[Callable[[], Any], str]]:
         "another loss": (
             lambda: call(make("electra replaced"), {"input_ids": IDS, "labels": IDS % 2}),
             "ElectraForPreTraining computes another loss than a cross entropy; leave labels out",
+        ),
+        "more than a cross entropy": (
+            lambda: call(make("bamba"), {"input_ids": IDS, "labels": IDS}),
+            "the loss of BambaForCausalLM is not its cross entropy alone, and what it adds or divides by is of",
         ),
         "labels that do not count": (
             lambda: call(make("llama"), {"input_ids": IDS, "labels": IDS}, ignore_index=0),

@@ -20,6 +20,9 @@ KINDS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "tied": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
     "softcap": lambda: transformers.Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=2.0),
+    "router": lambda: transformers.MixtralConfig(
+        **SMALL, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5
+    ),
     "scaled": lambda: transformers.GraniteConfig(**SMALL, logits_scaling=4.0),
 }
 
@@ -52,7 +55,7 @@ def compare(kind: str) -> float:
     return max((found - expected).abs().item(), *((a - b).abs().max().item() for a, b in pairs))
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "softcap"])
+@pytest.mark.parametrize("kind", ["llama", "tied", "softcap", "router"])
 def test_loss_and_gradients_are_the_models(pool, kind):
     assert max(pool.run(compare, kind, ranks=2)) < 1e-6
 

@@ -17,6 +17,7 @@ from longmesh.hf.interface import NAME
 from longmesh.hf.mixers.bind import is_mixer
 from longmesh.hf.open_batch import OpenBatch, current_inspection, is_whole
 from longmesh.hf.private import implementation_of
+from longmesh.hf.router import weight_of
 from longmesh.hf.whole_batch import CUT
 
 
@@ -115,6 +116,22 @@ def refuse_loss(model: nn.Module, kwargs: dict[str, Any], output: Any, batch: Op
     raise LongmeshError(
         f"hf.context_parallel: {type(model).__name__} {why}: a mean over this rank's tokens would be wrong"
     )
+
+
+def refuse_other_terms(model: nn.Module, kwargs: dict[str, Any], output: Any, batch: OpenBatch) -> None:
+    """Raise for a loss that is more than its cross entropy and router loss, such as one with a z-loss: other terms are
+    of this rank's tokens."""
+    loss, aux = getattr(output, "loss", None), getattr(output, "aux_loss", None)
+    if not isinstance(loss, Tensor) or batch.loss is None or not batch.loss.was_called:
+        return
+    if isinstance(aux, Tensor):
+        loss = loss - (weight_of(model) or 0.0) * aux
+    if not batch.loss.is_all_of(loss, kwargs.get("num_items_in_batch")):
+        raise LongmeshError(
+            f"hf.context_parallel: the loss of {type(model).__name__} is not its cross entropy alone, and what it adds "
+            "or divides by is of this rank's tokens; switch that off in its configuration (z_loss_coefficient=0), or "
+            "leave labels out and compute the loss from its outputs"
+        )
 
 
 _KNOWN = (*CUT, "shift_labels", "num_items_in_batch")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from longmesh.errors import LongmeshError
 from longmesh.hf.open_batch import current_inspection
+from longmesh.hf.router import weight_of
 from longmesh.tiles import tiled_cross_entropy
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
@@ -52,11 +53,12 @@ def tiled_loss(model: nn.Module, part: Mapping[str, Any], num_items: int | Tenso
         outputs = model(**{name: value for name, value in part.items() if name not in _OF_THE_LOSS})
     finally:
         handle.remove()
+    _refuse_other_terms(plain, outputs)
     softcap = getattr(plain.config.get_text_config(), "final_logit_softcapping", None)
     hidden = caught[-1] if caught else None
     _check(plain, head, hidden, outputs.logits, softcap)
     assert hidden is not None
-    return tiled_cross_entropy(
+    loss = tiled_cross_entropy(
         hidden,
         head.weight,
         part["shift_labels"],
@@ -64,6 +66,8 @@ def tiled_loss(model: nn.Module, part: Mapping[str, Any], num_items: int | Tenso
         num_items=part["num_items_in_batch"] if num_items is None else num_items,
         softcap=softcap,
     )
+    routed, weight = getattr(outputs, "aux_loss", None), weight_of(plain)
+    return loss if routed is None or weight is None else loss + weight * routed
 
 
 def _head_of(model: nn.Module) -> tuple[Any, nn.Linear]:
@@ -75,6 +79,17 @@ def _head_of(model: nn.Module) -> tuple[Any, nn.Linear]:
     raise LongmeshError(
         f"hf.tiled_loss: {type(model).__name__} has no head that is an nn.Linear; use the model's own loss"
     )
+
+
+def _refuse_other_terms(model: Any, outputs: Any) -> None:
+    """Raise for a model that would add to its loss what is not known here."""
+    z_loss = getattr(model, "z_loss_coefficient", 0)
+    has_router = isinstance(getattr(outputs, "aux_loss", None), Tensor)
+    if z_loss or (has_router and weight_of(model) is None):
+        raise LongmeshError(
+            f"hf.tiled_loss: {type(model).__name__} adds to its loss a router loss or a z-loss that tiles don't know; "
+            "switch it off in its configuration (output_router_logits=False, z_loss_coefficient=0)"
+        )
 
 
 def _check(model: Any, head: nn.Linear, hidden: Tensor | None, logits: Tensor, softcap: float | None) -> None:

@@ -27,7 +27,7 @@ class SharedLoss:
 
     `labels` and `padding` (1 for tokens, 0 for padding, or None) are those of the whole batch, the same on all ranks
     of the `mesh` (None: one process).
-    `in_model`: a model runs, whose targets must be known. `was_called`: since one began to run.
+    `in_model`: a model runs, whose targets must be known.
     """
 
     def __init__(
@@ -45,7 +45,32 @@ class SharedLoss:
         self._num_labels = (labels != IGNORED).sum()
         self._num_items, self._counts_all = self._num_following.clone(), False
         self._mesh = mesh
-        self.in_model = self.was_called = False
+        self.in_model = False
+        self._seen: list[
+            tuple[Tensor, bool]
+        ] = []  # since a model began to run: a value, and whether it is a mean
+
+    def enter_model(self) -> None:
+        self.in_model, self._seen = True, []
+
+    @property
+    def was_called(self) -> bool:
+        """Whether the model that runs, or ran last, has computed a cross entropy."""
+        return bool(self._seen)
+
+    def is_all_of(self, loss: Tensor, num_items: Tensor | int | None) -> bool:
+        """Whether a model's loss is the cross entropy that it has computed, divided by `num_items` where it was no
+        mean."""
+        count = self._num_items if num_items is None else torch.as_tensor(num_items)
+        shares = [value if is_mean else value / count.to(value.device) for value, is_mean in self._seen]
+        is_wide = loss.dtype in (torch.float32, torch.float64)
+        return torch.allclose(
+            loss.detach().double(),
+            torch.stack(shares).double().sum(),
+            rtol=1e-5 if is_wide else 1e-2,
+            atol=1e-6,
+            equal_nan=True,
+        )
 
     def divide_by(self, following: Tensor, labels: Tensor) -> None:
         """Other numbers of labels to divide by, those of more than this batch: `following` for a model that shifts
@@ -80,7 +105,6 @@ class SharedLoss:
         }
         is_mean = reduction == "mean" and size_average is None and reduce is None
         known = self._known(target)
-        self.was_called = True
         if known is None and (is_mean or self.in_model):
             raise LongmeshError(
                 f"a cross entropy on {target.numel()} targets inside hf.context_parallel, which are not this rank's "
@@ -100,12 +124,16 @@ class SharedLoss:
         count = self._num_labels if counts_all else self._num_following
         if is_mean:
             total = torch.nn.functional.cross_entropy(input, target, reduction="sum", **kwargs)
-            return total / count.to(total.device)
+            mean = total / count.to(total.device)
+            self._seen.append((mean.detach(), True))
+            return mean
         if counts_all != self._counts_all:
             # What a model divides by after this call: one that does not shift labels has other ones to count.
             self._num_items.copy_(count)
             self._counts_all = counts_all
-        return torch.nn.functional.cross_entropy(input, target, reduction=reduction, **kwargs)
+        found = torch.nn.functional.cross_entropy(input, target, reduction=reduction, **kwargs)
+        self._seen.append((found.detach().sum(), False))
+        return found
 
     def _known(self, target: Tensor) -> tuple[Tensor, bool] | None:
         """The targets as they are on the whole sequence, and whether a row's first counts; None if these are others.

@@ -17,7 +17,13 @@ from torch import nn
 
 from longmesh._torch import compiled_module, watch_modules
 from longmesh.hf.adaptation import Adaptation, adapt
-from longmesh.hf.call_checks import refuse_compiled, refuse_loss, refuse_options, refuse_zero_padding
+from longmesh.hf.call_checks import (
+    refuse_compiled,
+    refuse_loss,
+    refuse_options,
+    refuse_other_terms,
+    refuse_zero_padding,
+)
 from longmesh.hf.gather import warn_of_memory
 from longmesh.hf.inspection import inspect_model
 from longmesh.hf.open_batch import OpenBatch, current_inspection, set_fusing
@@ -29,6 +35,8 @@ Kind = tuple[bool, bool, bool, str | None]
 # What was found for a model, by whether the batch has positions, padding, whether layers may be gathered, and the
 # attention implementation.
 _found: weakref.WeakKeyDictionary[nn.Module, dict[Kind, Adaptation]] = weakref.WeakKeyDictionary()
+# Models whose loss was compared with its cross entropy, once: that reads numbers.
+_has_known_loss: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -60,7 +68,7 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
                 undo.push(adapt(module, adaptation, batch))
             set_fusing(bool(batch.features))
             if batch.loss is not None:
-                batch.loss.in_model, batch.loss.was_called = True, False
+                batch.loss.enter_model()
 
     def after(module: nn.Module, args: Any, *rest: Any) -> Any:
         if not is_ours(module):
@@ -76,6 +84,9 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
             if output is not None:
                 refuse_options(module, kwargs, batch)
                 refuse_loss(module, kwargs, output, batch)
+                if module not in _has_known_loss:
+                    refuse_other_terms(module, kwargs, output, batch)
+                    _has_known_loss.add(module)
         return share_router_loss(module, output, batch)
 
     with contextlib.ExitStack() as undo:

@@ -26,8 +26,7 @@ def share_router_loss(model: nn.Module, output: Any, batch: OpenBatch) -> Any:
         return None
     config: Any = model.config.get_text_config()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
     logits, top_k = getattr(output, "router_logits", None), getattr(config, "num_experts_per_tok", None)
-    places = [(owner, name) for owner in (model, config) for name in _WEIGHTS]
-    weight = next((getattr(*place) for place in places if hasattr(*place)), None)
+    weight = weight_of(model)
     is_added = isinstance(getattr(output, "loss", None), Tensor)
     if is_added and weight is None:
         logits = None  # by which weight it was added is not known
@@ -43,6 +42,13 @@ def share_router_loss(model: nn.Module, output: Any, batch: OpenBatch) -> Any:
         f"hf.context_parallel: {type(model).__name__} made an auxiliary loss from this rank's tokens in a way that is "
         "not known, so it is not a share of that of the whole sequence; set output_router_logits=False"
     )
+
+
+def weight_of(model: nn.Module) -> float | None:
+    """What a model multiplies its auxiliary loss by, None if that is not known."""
+    config: Any = model.config.get_text_config()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+    places = [(owner, name) for owner in (model, config) for name in _WEIGHTS]
+    return next((getattr(*place) for place in places if hasattr(*place)), None)
 
 
 def _sums(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
