@@ -7,7 +7,7 @@ from longmesh import hf
 from longmesh.errors import LongmeshError
 from longmesh.hf.mixers.bind import is_mixer
 from longmesh.testing import cpu_mesh
-from support.model_sweep import WHATS, make_batch, sweep_family
+from support.model_sweep import WHATS, make_batch, outcome_of, sweep_family
 from support.tiny_models import make_model
 
 FAMILIES = {
@@ -31,6 +31,21 @@ def test_families_are_exact(pool, family):
     wanted = dict.fromkeys(whats, "exact")
     for found in pool.run(sweep_family, 3, family, whats, {}, ranks=3, timeout=300.0):
         assert {what: kind for what, (kind, _) in found.items()} == wanted, found
+
+
+def masked_batches(ranks: int) -> list[str]:
+    """A mask of ones beside positions that start again, which tell no documents then; a row that is all padding."""
+    hf.register()
+    models = make_model("qwen3_next", "longmesh"), make_model("qwen3_next", "eager")
+    ones, empty = make_batch("packed"), make_batch("right")
+    ones["attention_mask"] = torch.ones(2, 37)
+    for name, value in {"attention_mask": 0, "input_ids": 0, "labels": -100}.items():
+        empty[name][1] = value
+    return [outcome_of(ranks, *models, batch, {}).kind for batch in (ones, empty)]
+
+
+def test_masks_of_ones_and_rows_without_a_token(pool):
+    assert pool.run(masked_batches, 2, ranks=2, timeout=120.0) == [["exact", "exact"]] * 2
 
 
 def left_as_it_was(ranks: int) -> tuple[list[str], str, str]:

@@ -14,6 +14,7 @@ import torch
 
 from longmesh.testing import RankPool
 from support.random_models import run_seed
+from support.random_recurrent import RECURRENT
 
 SEEDS = 200
 
@@ -23,6 +24,20 @@ def test_drawn_models_are_exact(pool, first):
     for seed in range(first, first + 10):
         for what, outcome in pool.run(run_seed, seed, 2 + seed % 2, ranks=2 + seed % 2, timeout=120.0):
             assert outcome.kind == "exact", (seed, what, outcome)
+
+
+def run_recurrent_seed(seed: int, ranks: int):
+    return run_seed(seed, ranks, RECURRENT)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 10))
+def test_drawn_models_with_recurrent_layers_are_exact(pool, first):
+    """Padding between tokens is refused: a state would run through it."""
+    for seed in range(first, first + 10):
+        ranks = 2 + seed % 2
+        for what, outcome in pool.run(run_recurrent_seed, seed, ranks, ranks=ranks, timeout=120.0):
+            is_hole = "holes" in what and "padding between tokens" in outcome.text
+            assert outcome.kind == ("refused" if is_hole else "exact"), (seed, what, outcome)
 
 
 def main() -> None:

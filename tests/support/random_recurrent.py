@@ -193,7 +193,7 @@ RECURRENT: dict[str, Callable[[Draw], dict[str, Any]]] = {
     },
     "rwkv": lambda d: {
         "attention_hidden_size": d.choice((16, 32)),
-        "num_hidden_layers": d.choice((1, 3)),
+        "num_hidden_layers": d.choice((2, 3)),
         "rescale_every": d.choice((0, 1, 6)),
         **draw_ties(d),
     },

@@ -115,7 +115,7 @@ BESIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "recurrent_gemma": {"num_hidden_layers": 3},
+    "recurrent_gemma": {"layer_types": _LEFT_OUT, "num_hidden_layers": 3},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "gemma3n_text": {
         "layer_types": _WINDOW_AND_FULL * 2,

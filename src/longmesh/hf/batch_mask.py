@@ -71,7 +71,7 @@ def document_lengths(
         real = padding.bool()
         first, last = real.int().argmax(1), seq_len - 1 - real.flip(1).int().argmax(1)
         inside = torch.arange(seq_len, device=real.device)
-        hole = ~real & (inside > first[:, None]) & (inside < last[:, None])
+        hole = ~real & (inside > first[:, None]) & (inside < last[:, None]) & real.any(1, keepdim=True)
         if bool(hole.any()):
             raise LongmeshError(
                 "hf.context_parallel: attention_mask has padding between tokens, which a recurrent layer's state would "

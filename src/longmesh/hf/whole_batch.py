@@ -62,9 +62,10 @@ class WholeBatch:
         positions = given
         if given is not None and given.ndim < 3:
             positions = given.expand(ids.shape)
-        # (3, rows, tokens) are of images as well: they tell no documents.
-        in_order = counting if positions is None or positions.ndim == 3 else positions
         padding = batch.get("attention_mask")
+        # (3, rows, tokens) are of images as well: they tell no documents. Nor do positions beside a mask, of ones too.
+        tells = positions is not None and positions.ndim < 3 and padding is None
+        in_order = positions if tells else counting
         return WholeBatch(
             ids=ids,
             embeds=embeds,
