@@ -64,8 +64,9 @@ class WholeBatch:
             positions = given.expand(ids.shape)
         padding = batch.get("attention_mask")
         # (3, rows, tokens) are of images as well: they tell no documents. Nor do positions beside a mask, of ones too.
-        tells = positions is not None and positions.ndim < 3 and padding is None
-        in_order = positions if tells else counting
+        in_order = counting
+        if positions is not None and positions.ndim < 3 and padding is None:
+            in_order = positions
         return WholeBatch(
             ids=ids,
             embeds=embeds,
