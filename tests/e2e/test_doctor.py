@@ -57,7 +57,7 @@ def test_two_ranks_of_torchrun(tmp_path):
     assert cluster.measured and [level.name for level in cluster.levels] == ["device", "node"]
     assert {rate.op for rate in cluster.rates} == {"matmul", "attention", "attention_backward"}
     assert cluster.levels[1].link_of("send").time_us(1 << 20) > 0
-    assert {rate.kind for rate in cluster.rates} == {"full", "causal", "window"} and cluster.pass_us > 0
+    assert {rate.kind for rate in cluster.rates} == {"full", "causal", "window"}
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--ranks", "3"], 2), (["--help"], 0)])

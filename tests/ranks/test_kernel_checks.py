@@ -11,7 +11,7 @@ from longmesh.attention.kernel.base import Need
 from longmesh.attention.kernel.choose import kernels
 from longmesh.attention.kernel.self_check import check_kernel
 from longmesh.errors import LongmeshError
-from longmesh.testing.device.attention import STAND_INS
+from longmesh.testing.device.tensor import STAND_INS
 from longmesh.testing.mesh import world_mesh
 
 FLASH = torch.ops.aten._flash_attention_forward.default
