@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,7 +64,12 @@ def stop_the_host(said: str) -> None:
     os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     x = distribute_tensor(torch.arange(5.0), cpu_mesh(2), [Shard(0)])
     with watch(LIMIT_S):
-        if dist.get_rank() == 0:
+        watched = Path(said).with_name("watched")
+        if dist.get_rank() == 1:
+            watched.touch()
+        else:  # a rank that is stopped before its peer watches is the launcher's to find
+            while not watched.exists():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGSTOP)
         x.full_tensor()
 
