@@ -60,23 +60,29 @@ def test_the_rank_that_keeps_others_waiting_is_named(pool, tmp_path, how, said):
     assert time.monotonic() - started < 30  # a limit for a hang, not a measurement
 
 
-def stop_the_host(said: str) -> None:
+def stop_the_host(said: str, is_watched: bool) -> None:
+    """Rank 0 is stopped, before rank 1 watches or after."""
     os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     x = distribute_tensor(torch.arange(5.0), cpu_mesh(2), [Shard(0)])
+    watched, rank = Path(said).with_name("watched"), dist.get_rank()
+    if not is_watched:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1.0)
     with watch(LIMIT_S):
-        watched = Path(said).with_name("watched")
-        if dist.get_rank() == 1:
+        if rank == 1:
             watched.touch()
-        else:  # a rank that is stopped before its peer watches is the launcher's to find
+        else:
             while not watched.exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGSTOP)
         x.full_tensor()
 
 
-def test_the_rank_that_hosts_the_store_is_stopped(pool, tmp_path):
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_the_rank_that_hosts_the_store_is_stopped(pool, tmp_path, is_watched):
     with pytest.raises(RankError, match="ended its process with exit code 124"):
-        pool.run(stop_the_host, str(tmp_path / "said"), ranks=2, timeout=60)
+        pool.run(stop_the_host, str(tmp_path / "said"), is_watched, ranks=2, timeout=60)
     said = (tmp_path / "said").read_text().splitlines()[-1]
     assert said.startswith(
         "longmesh: rank 0, or the launcher: whoever hosts the world's store is stopped or gone (no answer within 3 s); "

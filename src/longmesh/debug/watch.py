@@ -25,6 +25,7 @@ from longmesh.debug.watching.status import RankStatus
 from longmesh.errors import LongmeshError, NotDistributedError
 
 _STORE_S = 3.0
+_Question = Callable[[dist.Store], Any]
 
 
 class Watch:
@@ -127,28 +128,27 @@ class _Journal(CommObserver):
 
 
 class _StoreBoard:
-    """The world's key-value store, asked by a thread: where its host is stopped, a call never returns."""
+    """The world's key-value store, opened and asked by a thread: where its host is stopped, a call never returns."""
 
     def __init__(self) -> None:
-        self._store = open_store()
-        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[_Question, queue.SimpleQueue[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._answer, name="longmesh watch store", daemon=True).start()
 
     def write(self, name: str, text: str) -> None:
-        self._ask(lambda: self._store.set(_key(name), text))
+        self._ask(lambda store: store.set(_key(name), text))
 
     def read(self, name: str) -> str | None:
-        return self._ask(lambda: read_text(self._store, _key(name))) or None
+        return self._ask(lambda store: read_text(store, _key(name))) or None
 
     def claim(self, name: str, text: str) -> bool:
-        return self._ask(lambda: self._store.compare_set(_key(name), "", text)).decode() == text
+        return self._ask(lambda store: store.compare_set(_key(name), "", text)).decode() == text
 
     def remove(self, name: str) -> None:
         self.write(name, "")
 
-    def _ask(self, call: Callable[[], Any]) -> Any:
+    def _ask(self, question: _Question) -> Any:
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._asked.put((call, answers))
+        self._asked.put((question, answers))
         try:
             answer = answers.get(timeout=_STORE_S)
         except queue.Empty:
@@ -158,10 +158,12 @@ class _StoreBoard:
         return answer
 
     def _answer(self) -> None:
+        store: dist.Store | None = None
         while True:
-            call, answers = self._asked.get()
+            question, answers = self._asked.get()
             try:
-                answers.put(call())
+                store = store or open_store()
+                answers.put(question(store))
             except RuntimeError as error:
                 answers.put(error)
 

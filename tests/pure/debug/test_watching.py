@@ -129,7 +129,8 @@ def test_a_section_asks_for_patience() -> None:
 
 def test_why_a_process_is_silent() -> None:
     here = socket.gethostname()
-    assert describe_silence(RankStatus(1)) == "has not started"
+    unheard = "has told nothing yet: it has not started, or has not come to watch()"
+    assert describe_silence(RankStatus(1)) == unheard
     far = RankStatus(1, host="elsewhere.example", pid=7)
     assert describe_silence(far) == "does not answer: it is stopped, ended or cut off"
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 STOPPED = "is stopped (SIGSTOP, or Ctrl-Z)"
+UNHEARD = "has told nothing yet: it has not started, or has not come to watch()"
 UNSTARTED = "has not come to its program: Python is still starting"
 _STATES = {
     "T": STOPPED,
@@ -67,7 +68,7 @@ def catches(pid: int, signum: int) -> bool:
 def describe_silence(status: RankStatus) -> str:
     """Why a rank says nothing, as far as its host is ours and tells."""
     if status.pid == 0:
-        return "has not started"
+        return UNHEARD
     if status.host != socket.gethostname() or not os.path.isdir("/proc/self"):
         return "does not answer: it is stopped, ended or cut off"
     try:
