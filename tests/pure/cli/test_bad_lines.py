@@ -215,7 +215,12 @@ def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys,
         ),
         (
             ["doctor", "--json", LONG],
-            f"longmesh doctor: --json {LONG}: File name too long; give another name",
+            f"longmesh doctor: --json {LONG}: it can't be written: File name too long; give another name",
+        ),
+        pytest.param(
+            ["doctor", "--save", "/proc/none"],
+            "longmesh doctor: --save /proc/none: it can't be written: No such file or directory; give another name",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="a file system that takes no files"),
         ),
         (
             ["doctor", "--ranks", "x"],

@@ -77,8 +77,12 @@ def find_file_problem(path: str) -> str | None:
             return "give the name of a file"
         if not file.parent.is_dir():
             return "its folder does not exist; make it first"
+        is_new = not file.exists()
+        file.open(
+            "ab"
+        ).close()  # permissions alone don't tell: a file system may be read-only, or take no files
+        if is_new:
+            file.unlink(missing_ok=True)
     except OSError as error:
-        return f"{error.strerror}; give another name"
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        return "it can't be written: no permission; give another"
+        return f"it can't be written: {error.strerror}; give another name"
     return None

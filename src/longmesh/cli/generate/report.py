@@ -25,8 +25,8 @@ class Figures:
         count = len(self.tokens)
         before = self.prompt_tokens - 1  # the last token of the prompt is the first of decoding
         found = [
-            f"prompt  {self.prompt_tokens} tokens, {self.prefill_s:.2f} s, {_rate(before, self.prefill_s)}",
-            f"new     {count} tokens, {self.decode_s:.2f} s, {_rate(count, self.decode_s)}",
+            f"prompt  {_tokens(self.prompt_tokens)}, {self.prefill_s:.2f} s, {_rate(before, self.prefill_s)}",
+            f"new     {_tokens(count)}, {self.decode_s:.2f} s, {_rate(count, self.decode_s)}",
         ]
         for rank, (peak, cache) in enumerate(self.ranks):
             found.append(
@@ -40,7 +40,7 @@ class Figures:
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.tokens), len(other.tokens)))
         is_same = self.tokens == other.tokens
         said = (
-            f"the same {same} tokens"
+            f"the same {_tokens(same)}"
             if is_same
             else f"other tokens from number {same + 1} of {len(other.tokens)} on"
         )
@@ -50,8 +50,12 @@ class Figures:
         return f"against one process: {said}; time of {times}, cache of a rank {cache}{advice}"
 
 
+def _tokens(count: int) -> str:
+    return f"{count} token{'' if count == 1 else 's'}"
+
+
 def _rate(count: int, seconds: float) -> str:
-    return f"{count / seconds:.1f} tokens/s" if seconds else "none to compute"
+    return f"{count / seconds:.1f} tokens/s" if count and seconds else "none to compute"
 
 
 def _ratio(ours: float, theirs: float) -> str:
