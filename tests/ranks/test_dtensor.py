@@ -14,6 +14,7 @@ import longmesh
 from longmesh import DTensor, Layout, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from longmesh.comm import comm_of, record_comm
 from longmesh.errors import LongmeshError, NotDistributedError
+from longmesh.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from longmesh.tensor.tensor_layout import tensor_layout
 from longmesh.testing import RankError, cpu_mesh
 
@@ -116,6 +117,53 @@ def used_twice():
 
 def test_gradients_of_two_uses_add_up_in_the_tensors_layout(pool):
     assert pool.run(used_twice, ranks=2) == [((Shard(0),), [5.0] * 3)] * 2
+
+
+class OneOfTwo(torch.autograd.Function):
+    """Two results, of which a program may use one: the other has no gradient, or plain zeros that torch fills in."""
+
+    @staticmethod
+    def forward(ctx, x, y, fills):
+        ctx.set_materialize_grads(fills)
+        return x * 2, y * 3
+
+    @staticmethod
+    def backward(ctx, x_grad, y_grad):
+        return x_grad * 2, y_grad, None
+
+
+def no_gradient():
+    """Each way in which a DTensor is made of others, followed by a step that gives it no gradient."""
+    mesh = cpu_mesh(2)
+    leaf = torch.arange(4.0).reshape(2, 2).requires_grad_()
+    x = DTensor.from_local(leaf, mesh, [Shard(0)])
+    layer = parallelize_module(
+        nn.Linear(2, 2), mesh, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    )
+    with loss_parallel():
+        losses = nn.functional.cross_entropy(
+            x.redistribute(mesh, [Shard(1)]), torch.tensor([0, 1, 1, 0]), reduction="none"
+        )
+    made = [
+        x, x.redistribute(mesh, [Replicate()]), DTensor.from_local(x.to_local(), mesh, [Shard(0)]),
+        nn.functional.linear(x, x), x @ x.mT, torch.einsum("ij,kj->ik", x, x), layer(x), losses,
+    ]  # fmt: skip
+    grads = []
+    for y in made:
+        leaf.grad = None
+        OneOfTwo.apply(x, y, False)[0].sum().backward(retain_graph=True)
+        grads.append(leaf.grad.unique().tolist())
+    return grads, error_text(
+        lambda: OneOfTwo.apply(x, x.redistribute(mesh, [Replicate()]), True)[0].sum().backward()
+    )
+
+
+def test_a_result_without_gradient_passes_none_on(pool):
+    for grads, text in pool.run(no_gradient, ranks=2):
+        assert grads == [[2.0]] * 8
+        assert text.startswith(
+            "LongmeshError: the gradient that goes back through redistribute is a plain tensor of"
+        )
 
 
 def mixed_precision():
@@ -322,6 +370,30 @@ def test_mistakes_say_what_is_wrong_and_what_to_do_on_all_ranks(pool):
         assert text in first[case], (case, first[case])
         assert first[case] == second[case], case
     assert "gives coordinate (1,) a shard of (2,), but its local tensor is (3,)" in second["shards"]
+
+
+def without_memory():
+    """What torch would do to the memory of a DTensor, which has none: some of it ends the process."""
+    x = distribute_tensor(torch.arange(5.0), cpu_mesh(2), [Shard(0)])
+    total = x.sum()
+    texts = {
+        name: error_text(lambda name=name: getattr(x, name)())
+        for name in ("apply_", "map_", "map2_", "numpy", "tolist", "share_memory_", "__dlpack__", "__array__")
+    }
+    return (
+        texts,
+        error_text(lambda: f"{total:.2f}"),
+        f"{total.redistribute(placements=[Replicate()]):.2f}",
+        f"{total}",
+    )
+
+
+def test_methods_on_a_tensors_memory_are_refused(pool):
+    for texts, pending, number, plain in pool.run(without_memory, ranks=2):
+        for name, text in texts.items():
+            method = "numpy" if name == "__array__" else name
+            assert text.startswith(f"LongmeshError: {method}() works on a tensor's own memory"), (name, text)
+        assert "formatting sends nothing" in pending and number == "10.00" and plain.startswith("DTensor(")
 
 
 def outside():

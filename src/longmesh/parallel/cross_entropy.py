@@ -184,6 +184,7 @@ class _CrossEntropy(torch.autograd.Function):
         odds = shifted.sub_(lse.unsqueeze(dim)).exp_()
         ctx.save_for_backward(logits, odds, place, is_own, share, ignored, divisor, own_weight)
         ctx.by_ops = by_ops
+        ctx.set_materialize_grads(False)
         ctx.terms, ctx.own, ctx.start = terms, logits._tensor_layout, start
         shape = _result_shape(terms, logits.shape)
         return DTensor(result.to(x.dtype), mesh, _result_layout(terms), shape, contiguous_stride(shape))
@@ -191,6 +192,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
+        if grad is None:
+            return None, None, None, None, None
         terms: _Terms = ctx.terms
         own = ctx.own
         logits, odds, place, is_own, share, ignored, divisor, weight = ctx.saved_tensors

@@ -25,7 +25,7 @@ from longmesh.parallel.style import layout_on, whole_shape
 from longmesh.spec import Layout, Partial, Placement
 from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor import DTensor
-from longmesh.tensor.autograd import current_part, gradient_layout
+from longmesh.tensor.autograd import check_gradient, current_part, gradient_layout
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.dtensor import wrap
 from longmesh.tensor.planned import Planned
@@ -168,19 +168,23 @@ class _Fused(torch.autograd.Function):
         ctx.save_for_backward(x, *parameters, *kept)
         ctx.layer, ctx.options, ctx.num_parameters = layer, options, len(parameters)
         ctx.given, ctx.result = given._layout, result._tensor_layout
+        ctx.set_materialize_grads(False)
         return result._local_tensor if layer.local_output else result
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,), (_, _, *needs) = grads, ctx.needs_input_grad
+        if grad is None:
+            return None, None, *(None for _ in needs)
         layer, count = ctx.layer, 1 + ctx.num_parameters
         saved = ctx.saved_tensors  # asked for once: checkpoints allow no more
         inputs, kept = saved[:count], saved[count:]
         if torch.is_grad_enabled():  # a second derivative is asked for
             return None, None, *gradients_by_ops(layer.run_by_ops, inputs, needs, grad, ctx.options)
-        if not isinstance(grad, DTensor):
+        if layer.local_output:
             own = ctx.result
             grad = wrap(grad, own.with_layout(gradient_layout(own.layout)))
+        check_gradient(grad, "a parallel style")
         current_part(grad)
         static = (ctx.options, tuple(needs), ctx.given, not isinstance(inputs[0], DTensor))
         return None, None, *dispatch.run_several(layer.gradients, static, (grad, *kept, *inputs[1:]))

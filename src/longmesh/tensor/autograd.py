@@ -224,6 +224,16 @@ def check_differentiable(placement: Placement, caller: str) -> None:
         )
 
 
+def check_gradient(grad: torch.Tensor, caller: str) -> None:
+    """Refuse a plain gradient of a DTensor: a Function of the user gave it, and only its owner knows its layout."""
+    if not isinstance(grad, DTensor):
+        raise LongmeshError(
+            f"the gradient that goes back through {caller} is a plain tensor of shape {tuple(grad.shape)}, not a "
+            "DTensor; a torch.autograd.Function whose output is not used is given plain zeros for it: call "
+            "ctx.set_materialize_grads(False) in its forward and pass None on"
+        )
+
+
 def gradient_layout(layout: Layout, placements: tuple[Placement, ...] | None = None) -> Layout:
     """How a gradient is laid out by default: as the tensor, and replicated where that is pending."""
     if placements is not None:
@@ -250,11 +260,15 @@ class _FromLocal(torch.autograd.Function):
         grad_placements: tuple[Placement, ...] | None,
     ) -> DTensor:
         ctx.layout, ctx.grad_placements = layout, grad_placements
+        ctx.set_materialize_grads(False)
         return DTensor(local.detach(), mesh, layout, shape, stride, requires_grad=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
+        if grad is None:
+            return None, None, None, None, None, None
+        check_gradient(grad, "from_local")
         layout = gradient_layout(ctx.layout, ctx.grad_placements)
         local = to_local(redistribute(grad, layout, False, None, None), None)
         factor = _average_size(ctx.layout)
@@ -266,12 +280,15 @@ class _ToLocal(torch.autograd.Function):
     def forward(ctx: Any, tensor: DTensor, grad_placements: tuple[Placement, ...] | None) -> torch.Tensor:
         ctx.mesh, ctx.layout, ctx.shape = tensor._mesh, tensor._layout, tensor.shape
         ctx.grad_placements = grad_placements
+        ctx.set_materialize_grads(False)
         local = tensor._local_tensor
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
+        if grad is None:
+            return None, None
         factor = _average_size(ctx.layout)
         layout = gradient_layout(ctx.layout, ctx.grad_placements)
         grad = grad * factor if factor > 1 else grad
@@ -293,11 +310,15 @@ class _Redistribute(torch.autograd.Function):
     ) -> DTensor:
         ctx.layout, ctx.dtype = tensor._layout, tensor.dtype
         ctx.backward_dtype, ctx.async_op = backward_dtype, async_op
+        ctx.set_materialize_grads(False)
         return move(tensor, layout, async_op=async_op, dtype=forward_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
+        if grad is None:
+            return None, None, None, None, None
+        check_gradient(grad, "redistribute")
         layout = gradient_layout(ctx.layout)
         moved = redistribute(grad, layout, ctx.async_op, ctx.backward_dtype, None)
         if moved.dtype != ctx.dtype:

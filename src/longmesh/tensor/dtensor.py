@@ -34,7 +34,7 @@ from longmesh.spec import (
     ShardOrder,
 )
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
-from longmesh.tensor.foreign import refuse_fsdp, refuse_transformed
+from longmesh.tensor.foreign import refuse_fsdp, refuse_memory, refuse_transformed
 from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
@@ -80,6 +80,12 @@ class DTensor(torch.Tensor):
 
     # What fully_shard asks a parameter for: it knows only torch's own class.
     _fsdp_orig_uid = fsdp_pre_all_gather = property(refuse_fsdp)
+
+    # What torch does to a tensor's memory without an op.
+    apply_, map_, map2_ = map(refuse_memory, ("apply_", "map_", "map2_"))
+    numpy, tolist, share_memory_, __dlpack__ = map(
+        refuse_memory, ("numpy", "tolist", "share_memory_", "__dlpack__")
+    )
 
     # Ops run in __torch_dispatch__ below autograd; no Python runs above it, but for `Factor`.
     __torch_function__ = no_torch_function  # pyright: ignore[reportAssignmentType]
@@ -256,6 +262,16 @@ class DTensor(torch.Tensor):
             f"DTensor(local_tensor={self._local_tensor}, device_mesh={self._mesh}, "
             f"placements={self.placements}{order}{grad}{outdated})"
         )
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self)
+        if self.ndim or not self._layout.is_replicated:
+            raise LongmeshError(
+                f"the format {spec!r} of a DTensor of shape {tuple(self.shape)} laid out as {self._layout}: formatting "
+                "sends nothing, so it takes a replicated number; call item() or full_tensor() first, on every rank"
+            )
+        return format(self._local_tensor.item(), spec)
 
     # -- copied, saved, compiled -----------------------------------------------------------------
 

@@ -45,6 +45,21 @@ def refuse_fsdp(tensor: torch.Tensor) -> NoReturn:
     )
 
 
+def refuse_memory(name: str) -> Callable[..., NoReturn]:
+    """A method that torch carries out on a tensor's own memory, where no op is dispatched. A DTensor has no memory of
+    its own: torch would end the process, or say nothing of what to do."""
+
+    def refuse(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise LongmeshError(
+            f"{name}() works on a tensor's own memory, and a DTensor has its data in parts on several ranks; call "
+            f"full_tensor() first, on every rank, or use this rank's part: x.to_local().{name}()"
+        )
+
+    refuse.__name__ = name
+    refuse.__doc__ = "Refused: call it on full_tensor() or to_local()."
+    return refuse
+
+
 _COLLECTIVES = (
     "_allgather_base_",
     "_reduce_scatter_base_",

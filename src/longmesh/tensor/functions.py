@@ -124,12 +124,15 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
         # A frozen weight's gradient is not asked for, so x is not kept: it may be freed, or written to.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.set_materialize_grads(False)
         return run_below_autograd(aten.linear.default, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         (grad,), needs = grads, list(ctx.needs_input_grad)
+        if grad is None:
+            return None, None, None
         if not torch.is_grad_enabled() and needs[1]:
             return run_below_autograd(aten.linear_backward.default, x, grad, weight, needs)
         # A second derivative is asked for, or the weight is frozen: by ops.
@@ -145,12 +148,15 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: DTensor, b: DTensor) -> DTensor:
         ctx.save_for_backward(a, b)
+        ctx.set_materialize_grads(False)
         return run_below_autograd(aten.matmul.default, a, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         a, b = ctx.saved_tensors
         (grad,), needs = grads, list(ctx.needs_input_grad)
+        if grad is None:
+            return None, None
         if not torch.is_grad_enabled():
             return run_below_autograd(aten.matmul_backward.default, grad, a, b, needs)
         return matmul_backward(grad, a, b, needs)
@@ -162,12 +168,15 @@ class _Einsum(torch.autograd.Function):
         _, needs_a, needs_b = ctx.needs_input_grad
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
         ctx.terms = terms
+        ctx.set_materialize_grads(False)
         return _run_einsum(terms, a, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         a, b = ctx.saved_tensors
         (grad,), (_, needs_a, needs_b) = grads, ctx.needs_input_grad
+        if grad is None:
+            return None, None, None
         first, second, result = ctx.terms
         return (
             None,
