@@ -147,6 +147,7 @@ def refusals() -> dict[str, str]:
 
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "mha": lambda x: attention(x, x, x)[0],
+        "math": lambda x: torch.ops.aten._scaled_dot_product_attention_math(heads(x), heads(x), heads(x))[0],
         "torch's flex": lambda x: torch_flex_attention(heads(x), heads(x), heads(x)),
         "uncut": lambda x: sdpa(*[torch.ones(1, 1, LENGTH, 4)] * 3) + x.sum(),
         "reentrant": lambda x: checkpoint(sdpa, heads(x), heads(x), heads(x), use_reentrant=True),
@@ -172,6 +173,7 @@ def test_what_would_be_local_is_refused(pool):
     local = "inside a scope of context parallelism would attend to this rank's tokens only"
     expected = {
         "mha": "need_weights=False",
+        "math": local,
         "torch's flex": local,
         "uncut": "uncut",
         "reentrant": "use_reentrant=False",

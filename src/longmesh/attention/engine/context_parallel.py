@@ -69,7 +69,8 @@ class Heads:
 class ContextParallel:
     """Exact attention over a sequence that is cut over the ranks of a mesh: ``cp(q, k, v)`` on plain tensors.
 
-    Every rank makes it with the same arguments. Making it communicates nothing; calling it is collective.
+    Every rank makes it with the same arguments. Making it communicates nothing; calling it is collective. Without
+    `mask` it is causal; `masks.full()` lets every query see every key.
 
     Without a mesh the sequence is whole in this process: the same masks and kernels, and no process group. `cluster` is
     the machine that plans are made for, one for all ranks: a `Cluster` that was measured, or the name of a typical one.

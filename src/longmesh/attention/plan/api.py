@@ -55,7 +55,7 @@ def plan_attention(
     dtype_bytes: int = 4,
     cluster: Cluster | str | None = None,
 ) -> AttentionPlan:
-    """Decide who owns, computes and sends what, for every rank.
+    """Decide who owns, computes and sends what, for every rank. Without `mask` attention is causal.
 
     If keys are other tokens than queries, `kv_len` is their number and `kv_layout` cuts them. Masks use positions among
     the keys: the first query has `q_offset`; by default the last query has the position of the last key.

@@ -29,21 +29,22 @@ from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.module_attention import attend_as_module
 from longmesh.errors import LongmeshError
 
-_REFUSED = frozenset(
+# F.scaled_dot_product_attention, and the op of the same name and arguments.
+_SDPA = frozenset(
     (
-        "_native_multi_head_attention",
-        "_transformer_encoder_layer_fwd",
-        "_scaled_dot_product_attention_math",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "flex_attention",
+        F.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
     )
 )
-# Those that a compiler shows us; the others it shows when its graphs run.
-_REFUSED_FUNCTIONS = frozenset((torch.ops.higher_order.flex_attention,))
+# What a compiler would take apart, so that nothing of its name is left; other ops it shows when its graphs run.
+_REFUSED_FUNCTIONS = frozenset(
+    (
+        torch.ops.higher_order.flex_attention,
+        torch.ops.aten._scaled_dot_product_attention_math,
+        torch.ops.aten._scaled_dot_product_attention_math.default,
+    )
+)
 # What runs the autograd engine.
 _ENGINE = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 
@@ -71,7 +72,7 @@ class AttentionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in self._handlers:
             return self._handlers[func](*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
+        if func in _SDPA:
             query = args[0] if args else kwargs["query"]
             if self._is_nested and query.shape[-2] != self.cut.num_tokens:
                 return func(*args, **kwargs)
@@ -123,10 +124,14 @@ def attends_locally(func: Callable[..., Any]) -> LongmeshError:
 
 
 def _computes_attention(func: Callable[..., Any]) -> bool:
-    """By name, whatever its overload; a compiler can't read names."""
+    """By name, also of other packages' ops; a compiler can't read names. A backward comes from a forward that was
+    let through."""
     if torch.compiler.is_compiling():
         return func in _REFUSED_FUNCTIONS
-    return getattr(func, "__name__", "").partition(".")[0] in _REFUSED
+    name = getattr(func, "__name__", "").partition(".")[0]
+    if name.endswith("_backward"):
+        return False
+    return "attention" in name or "flash_attn" in name or name == "_transformer_encoder_layer_fwd"
 
 
 def _edge(tensor: torch.Tensor | GradientEdge) -> GradientEdge:
