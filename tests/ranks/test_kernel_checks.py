@@ -1,5 +1,7 @@
 """Kernels that are broken on purpose: the next one takes over on every rank, and says why."""
 
+import contextlib
+import itertools
 import warnings
 
 import pytest
@@ -9,6 +11,11 @@ import torch.distributed as dist
 from longmesh.attention import ContextParallel, masks
 from longmesh.attention.kernel.base import Need
 from longmesh.attention.kernel.choose import kernels
+from longmesh.attention.kernel.cpu_flash import CpuFlash
+from longmesh.attention.kernel.cuda_flash import CudaFlash
+from longmesh.attention.kernel.cuda_sdpa import CudaCudnn, CudaEfficient
+from longmesh.attention.kernel.flex import Flex
+from longmesh.attention.kernel.math import Math
 from longmesh.attention.kernel.self_check import check_kernel
 from longmesh.errors import LongmeshError
 from longmesh.testing.device.tensor import STAND_INS
@@ -73,6 +80,91 @@ def test_one_that_is_broken_on_one_rank_is_used_by_none(pool):
 def test_the_check_can_be_turned_off(pool):
     with pytest.raises(Exception, match="no kernel image is available"):
         pool.run(attend, ["flash"], 40, check_kernels=False, ranks=2, device="sim")
+
+
+# Each kernel, on a device that has it, with what makes it the first choice, and the one that takes over.
+CHAIN = {
+    "cpu_flash": (CpuFlash, "cpu", torch.float32, (), "math"),
+    "cuda_flash": (CudaFlash, "sim", torch.bfloat16, (), "cuda_efficient"),
+    "cuda_efficient": (CudaEfficient, "sim", torch.bfloat16, ("cuda_flash",), "cuda_cudnn"),
+    "cuda_cudnn": (CudaCudnn, "sim", torch.bfloat16, ("cuda_flash", "cuda_efficient"), "math"),
+    "flex": (Flex, "cpu", torch.float32, (), "math"),
+}
+
+
+@contextlib.contextmanager
+def broken_methods(name: str, direction: str, how: str):
+    """A kernel whose forward or backward raises or is wrong; `flex` is asked on CPUs then, where math does the rest."""
+    kernel = CHAIN[name][0]
+    methods = ("forward", "backward", "refuses")
+    right = {method: kernel.__dict__.get(method, getattr(kernel, method)) for method in methods}
+
+    def run(self, work, *rest):
+        if how == "raises":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+        found = right[direction](self, work, *rest)
+        if direction == "backward":
+            rest[1].dk_BGKD.mul_(1.5)
+        return found and found._replace(out_BHSD=found.out_BHSD * 1.1)
+
+    if name == "flex":
+        kernel.refuses = lambda self, need: None if need.score_mod else "is not tried"
+        kernel.forward = lambda self, *given: Math().forward(*given)
+    setattr(kernel, direction, run)
+    try:
+        yield
+    finally:
+        for method, was in right.items():
+            setattr(kernel, method, was)
+
+
+def attend_with(name: str, direction: str, how: str, head_dim: int) -> tuple[str, list[str], bool]:
+    """Where the last rank has the kernel broken (`flex`: each): what is used, what is said, whether it is right."""
+    _, device, dtype, before, _ = CHAIN[name]
+    bend = {"score_mod": lambda s, b, h, i, j: s - (i - j).abs() / 8} if name == "flex" else {}
+    how_cut = {"seq_len": 19, "mask": masks.causal(), "num_heads": 2, "head_dim": head_dim}
+    with contextlib.ExitStack() as stack:
+        for other in before:
+            stack.enter_context(broken_methods(other, "forward", "raises"))
+        if dist.get_rank() == dist.get_world_size() - 1 or name == "flex":
+            stack.enter_context(broken_methods(name, direction, how))
+        cp = ContextParallel(world_mesh(dist.get_world_size()), **how_cut)
+        q, k, v = (torch.randn(1, 2, cp.num_tokens, head_dim).to(dtype).to(device) for _ in range(3))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = cp(q, k, v, **bend)
+    want = ContextParallel(world_mesh(dist.get_world_size()), **how_cut, kernel="math")(q, k, v, **bend)
+    near = bool(torch.allclose(out.float().cpu(), want.float().cpu(), atol=2e-2))
+    said = [str(w.message) for w in caught if "attention kernel" in str(w.message)]
+    return cp.explain().splitlines()[-1], said, near
+
+
+# `flex` has no backward on CPUs, so that it cannot but raise there.
+CASES = [
+    (name, direction, how)
+    for name, direction, how in itertools.product(CHAIN, ("forward", "backward"), ("raises", "wrong"))
+    if name != "flex" or how == "raises"
+]
+
+
+# Verdicts are kept by head dim: these are no other test's, and one for each case of a device.
+HEAD_DIMS = (8, 32, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128)
+
+
+@pytest.mark.parametrize(("name", "direction", "how"), CASES)
+def test_every_kernel_has_one_that_takes_over_on_all_ranks(pool, name, direction, how):
+    _, device, _, before, following = CHAIN[name]
+    head_dim = HEAD_DIMS[CASES.index((name, direction, how)) % len(HEAD_DIMS)]
+    found = pool.run(attend_with, name, direction, how, head_dim, ranks=2, device=device, timeout=120)
+    wrong = f"in the {'output' if direction == 'forward' else 'gradient of k'}"
+    mine = wrong if how == "wrong" else "raises RuntimeError: CUDA error: an illegal memory access"
+    reasons = (mine if name == "flex" else "fails its check on another rank"), mine
+    for (chosen, said, near), reason in zip(found, reasons, strict=True):
+        assert near
+        assert chosen.split()[1].strip(":,'") == following, chosen
+        assert len(said) == len(before) + 1
+        assert f"attention kernel {name!r} is not used" in said[-1] and reason in said[-1]
+        assert f"{following!r} takes over" in said[-1]
 
 
 def named() -> str:

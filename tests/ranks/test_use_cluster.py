@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from longmesh import DTensor, Replicate, Shard, use_cluster
+from longmesh import DTensor, Replicate, Shard, distribute_tensor, use_cluster
 from longmesh.attention import ContextParallel, masks
+from longmesh.cache import PagePool
 from longmesh.errors import LongmeshError
 from longmesh.experimental import context_parallel, disable_context_parallel, enable_context_parallel
 from longmesh.parallel import AttentionParallel, parallelize_module
@@ -18,6 +19,8 @@ from longmesh.plan import Cluster, Level, Link, named_cluster
 from longmesh.recurrent import RecurrentParallel
 from longmesh.testing import RankError
 from longmesh.testing.mesh import cpu_mesh
+from longmesh.train import TrainOptions
+from longmesh.train.parallel import make_axes
 
 
 def machine(latency_us: float, name: str = "machine") -> Cluster:
@@ -84,6 +87,44 @@ def test_a_mesh_has_a_machine_of_its_own(pool):
         assert moved >= 7000 > usual
 
 
+def layout_of_a_sum(bytes_per_us: float) -> str:
+    """Of two operands that must meet, on a machine whose outer links have this speed."""
+    mesh, link = init_device_mesh("cpu", (2, 2)), Link.of(latency_us=1.0, bytes_per_us=1e4)
+    outer = Link.of(latency_us=1.0, bytes_per_us=bytes_per_us)
+    levels = (Level("device", 1, link), Level("node", 2, link), Level("pod", None, outer))
+    use_cluster(mesh, Cluster("two hosts", levels, named_cluster("cpu").rates))
+    x = distribute_tensor(torch.ones(64, 64), mesh, [Shard(0), Replicate()])
+    y = distribute_tensor(torch.ones(64, 64), mesh, [Shard(1), Shard(0)])
+    return str((x + y)._spec.layout)
+
+
+def test_ops_choose_what_travels_by_the_machine_of_their_mesh(pool):
+    fast, slow = (pool.run(layout_of_a_sum, speed, ranks=4)[0] for speed in (1e4, 1.0))
+    assert fast != slow
+
+
+def machines_of_parts(file: str) -> list[str]:
+    """Which machine plans are made for, that are made without naming one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    use_cluster(mesh, file)
+    part, across = mesh["cp"], mesh["dp"]
+    model = {"layers": 1, "kv_heads": 1, "head_dim": 4, "num_pages": 4}
+    cache = PagePool(part, **model).cluster
+    trained = make_axes(TrainOptions(context=4, cluster=file), "", None, "cpu")
+    found = [ContextParallel(m, seq_len=8).plan.cluster for m in (part, across, trained.context)] + [cache]
+    assert across.size() == 2 and found[1].levels[1].ranks == 2  # neighbours are two ranks apart
+    return [cluster.name for cluster in found]
+
+
+def test_parts_of_a_mesh_and_caches_have_its_machine(pool, tmp_path):
+    link = Link.of(latency_us=3.0, bytes_per_us=1e6)
+    levels = (Level("device", 1, link), Level("node", 4, link), Level("pod", None, link))
+    Cluster("mine", levels, named_cluster("cpu").rates).save(tmp_path / "mine.json")
+    assert pool.run(machines_of_parts, str(tmp_path / "mine.json"), ranks=4) == [["mine"] * 4] * 4
+    with pytest.raises(RankError, match=r"the cluster file .*other.json can't be read: No such file"):
+        pool.run(machines_of_parts, str(tmp_path / "other.json"), ranks=4)
+
+
 def use_differently() -> None:
     use_cluster(init_device_mesh("cpu", (2,)), machine(float(dist.get_rank())))
 
@@ -108,8 +149,14 @@ def scan_differently() -> None:
     rp.causal_conv1d(torch.ones(1, 1, 4), torch.ones(1, 2))
 
 
+def cache_differently() -> None:
+    size = {"layers": 1, "kv_heads": 1, "head_dim": 4, "num_pages": 4}
+    pool = PagePool(cpu_mesh(2), **size, cluster=machine(float(dist.get_rank())))
+    pool.step([(pool.sequence(), 2)]).attend(0, *(torch.ones(2, 1, 4) for _ in range(3)))
+
+
 def test_ranks_with_different_machines_are_told(pool):
-    for run in (use_differently, attend_differently, scan_differently):
+    for run in (use_differently, attend_differently, scan_differently, cache_differently):
         with pytest.raises(RankError, match="the ranks were called with different arguments"):
             pool.run(run, ranks=2)
     assert "call it before the first tensor or scope on it" in pool.run(use_late, ranks=2)[0]

@@ -1,10 +1,11 @@
-"""Process groups that only their members make."""
+"""Process groups that only their members make, and the mesh that a mesh is a part of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch.lookup import find
 
@@ -42,3 +43,13 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     )
     world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one was taken out of; itself, if it is whole."""
+    find_root = find(
+        "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",
+        "the machine of a whole mesh",
+        otherwise=None,
+    )
+    return mesh if find_root is None else find_root(mesh)

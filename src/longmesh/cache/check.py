@@ -29,6 +29,7 @@ class Signature(NamedTuple):
     softcap: float | None
     scale: float | None
     has_sinks: bool
+    cluster: str
 
 
 def signature_of(
@@ -38,7 +39,7 @@ def signature_of(
     """Of a call of `Step.attend` that is in order."""
     return Signature(
         layer, tuple(step.plan.stops), tuple(step.plan.counts), tuple(q.shape[1:]), v_head_dim, str(q.dtype), window,
-        softcap, scale, sinks is not None,
+        softcap, scale, sinks is not None, step.machine,
     )  # fmt: skip
 
 

@@ -31,6 +31,8 @@ from longmesh.cache.sequence import Sequence
 from longmesh.cache.step import Step
 from longmesh.cache.store import PageStore, Shape
 from longmesh.comm import AxisGroup
+from longmesh.comm.groups import comm_anywhere
+from longmesh.comm.machine import cluster_on
 from longmesh.errors import LongmeshError
 from longmesh.plan import Cluster, cluster_of
 
@@ -40,7 +42,7 @@ class PagePool:
 
     `v_head_dim` defaults to `head_dim`. Without `kv_heads`, each layer's memory is allocated at its first step, as its
     keys need it. `window`: a query of any layer sees at most this many keys, itself included; pages outside it are
-    freed. `cluster`: the machine that widths and ways to merge are chosen for.
+    freed. `cluster`: the machine that widths and ways to merge are chosen for, the mesh's unless given.
 
     >>> from longmesh.cache import PagePool
     >>> pool = PagePool(mesh, num_pages=4, page=2, layers=1, kv_heads=1, head_dim=8)
@@ -78,7 +80,9 @@ class PagePool:
         self._prefixes = PrefixIndex(self.book)
         self.shapes: list[Shape | None] = [None] * layers
         self.stores: list[PageStore | None] = [None] * layers
-        self.cluster = cluster_of(cluster, torch.device(self.device).type)
+        on_device = cluster_of(cluster, torch.device(self.device).type)
+        self.cluster = on_device if mesh is None else cluster_on(comm_anywhere(mesh), cluster)
+        self.machine = f"{self.cluster} {self.cluster.digest}"  # which ranks compare
         self._is_sized = kv_heads is not None
         self._open: Step | None = None
         self.has_agreed = False

@@ -81,6 +81,11 @@ class Step:
         self.is_open = True
 
     @property
+    def machine(self) -> str:
+        """The cluster that the pool plans for: its name and digest."""
+        return self._pool.machine
+
+    @property
     def rows(self) -> Tensor:
         """The rows of the step that this rank gives and gets: all, or with cut queries those whose keys it holds."""
         if self.is_cut:

@@ -76,6 +76,11 @@ def add_parser(commands: Any) -> None:
         help="how keys are sent: auto (default), ring, allgather, ulysses or sparse",
     )
     parser.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="the machine to plan for: a file of longmesh doctor --save, or cpu, a100 or h100 (default: the device's)",
+    )
+    parser.add_argument(
         "--out",
         metavar="DIR",
         help="directory for checkpoints, figures and the page (default longmesh-train)",

@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh._torch.process_groups import new_group
+from longmesh._torch.process_groups import new_group, root_of
 from longmesh.comm.record import tell_new_group
 from longmesh.errors import NotDistributedError
 from longmesh.plan import Cluster, cluster_of
@@ -75,9 +75,14 @@ class MeshComm:
         # Read once: a compiler that traces with fake tensors could not read the mesh's own.
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self._groups: dict[tuple[int, ...], AxisGroup] = {}
-        # How many ranks apart neighbours are, and the machine that plans are made for (comm/machine.py).
+        # How many ranks apart neighbours are, and the machine that plans are made for (comm/machine.py): as it is (that
+        # of the mesh which this one is a part of), and as neighbours here see it.
         self.stride = 1 if len(self.ranks) == 1 else max(1, self.ranks[1] - self.ranks[0])
-        self.cluster: Cluster = cluster_of(None, mesh.device_type).every(self.stride)
+        whole = root_of(mesh)
+        self.machine: Cluster = (
+            cluster_of(None, mesh.device_type) if whole is mesh else comm_anywhere(whole).machine
+        )
+        self.cluster: Cluster = self.machine.every(self.stride)
         # In-place ops on the mesh's tensors in inference mode, where torch does not count them (tensor/view_origin.py).
         self.num_writes = 0
         # Of tensors on the mesh: their interned layouts, and what those of other sizes share (tensor/tensor_layout.py).

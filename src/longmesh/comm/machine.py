@@ -23,8 +23,8 @@ def use_cluster(mesh: DeviceMesh, cluster: Cluster | str) -> None:
     """Plan everything on this mesh for `cluster`: redistributions of DTensors, and attention and recurrent layers
     without a cluster of their own.
 
-    Call it before anything else is done with the mesh; a sub-mesh has its own. Collective: every rank passes the
-    same one.
+    Call it before anything else is done with the mesh; parts that are taken out of the mesh afterwards (`mesh["cp"]`)
+    plan for it too. Collective: every rank passes the same one.
 
     >>> fresh = init_device_mesh("cpu", (2,))
     >>> use_cluster(fresh, "h100")
@@ -32,7 +32,7 @@ def use_cluster(mesh: DeviceMesh, cluster: Cluster | str) -> None:
     """
     comm, error, found = comm_of(mesh), None, None
     try:
-        found = cluster_on(comm, cluster_of(cluster))
+        found = cluster_of(cluster)
         if comm.layouts or comm.results:
             raise LongmeshError(
                 "use_cluster: plans were already made on this mesh; call it before the first tensor or scope on it"
@@ -46,7 +46,7 @@ def use_cluster(mesh: DeviceMesh, cluster: Cluster | str) -> None:
     if error is not None:
         raise error
     assert found is not None
-    comm.cluster = found
+    comm.machine, comm.cluster = found, found.every(comm.stride)
 
 
 def cluster_on(comm: MeshComm | None, cluster: Cluster | str | None) -> Cluster:

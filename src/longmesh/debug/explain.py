@@ -116,5 +116,6 @@ def _cost(op: WatchedOp, moves: list[Redistribute]) -> str:
     whole = 0.0
     for x in op.inputs:
         target = Layout.replicated(x.layout.mesh)
-        whole += plan_redistribute(x.layout, target, shape=x.shape, itemsize=x.itemsize).cost_us
+        how = {"itemsize": x.itemsize, "cluster": x.cluster}
+        whole += plan_redistribute(x.layout, target, shape=x.shape, **how).cost_us
     return f"its moves are predicted at {took:.0f} us, replicating every input at {whole:.0f} us"

@@ -17,7 +17,7 @@ from longmesh._torch import OpOverload, TorchDispatchMode
 from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm, run_plan
 from longmesh.comm.record import call_site, is_told
 from longmesh.debug.origin import Makers, in_backward, running_node
-from longmesh.plan import RedistributePlan
+from longmesh.plan import Cluster, RedistributePlan
 from longmesh.spec import Layout
 from longmesh.tensor import DTensor
 from longmesh.tensor.dispatch import dispatch
@@ -33,10 +33,12 @@ class Operand:
     shape: tuple[int, ...]
     layout: Layout
     itemsize: int
+    cluster: Cluster
 
     @staticmethod
     def of(tensor: DTensor) -> Operand:
-        return Operand(tuple(tensor.shape), tensor._layout, tensor.element_size())
+        own = tensor._tensor_layout
+        return Operand(tuple(tensor.shape), own.layout, tensor.element_size(), own.comm.cluster)
 
     def __str__(self) -> str:
         return f"{self.shape} {self.layout}"

@@ -249,6 +249,11 @@ class Cluster:
             levels = tuple(_level(entry) for entry in data["levels"])
             rates = tuple(Rate(**entry) for entry in data["rates"])
             return Cluster(**(data | {"levels": levels, "rates": rates}))
+        except OSError as error:
+            raise LongmeshError(
+                f"the cluster file {path} can't be read: {error.strerror}; make one with longmesh doctor --save "
+                "cluster.json"
+            ) from error
         except (KeyError, TypeError, ValueError) as error:
             raise LongmeshError(
                 f"{path} is not a cluster file ({type(error).__name__}: {error}); "

@@ -60,13 +60,15 @@ def named_cluster(name: str) -> Cluster:
     if name not in CLUSTERS:
         raise LongmeshError(
             f"cluster={name!r} is not known; use one of {', '.join(CLUSTERS)}, "
-            "or Cluster.load(path) of what longmesh doctor --save measured"
+            'or the file that longmesh doctor --save cluster.json wrote, as cluster="cluster.json"'
         )
     return CLUSTERS[name]
 
 
 def cluster_of(choice: Cluster | str | None, device: str = "cpu") -> Cluster:
-    """The cluster, the one of that name, or the typical one of a device."""
+    """The cluster, the one of that name, of that file (a name that ends in .json), or the typical one of a device."""
     if choice is None:
         return CLUSTERS["cpu" if device == "cpu" else "h100"]
-    return choice if isinstance(choice, Cluster) else named_cluster(choice)
+    if isinstance(choice, Cluster):
+        return choice
+    return Cluster.load(choice) if choice.endswith(".json") else named_cluster(choice)

@@ -113,16 +113,17 @@ def _make_local(tensor: torch.Tensor, mesh: DeviceMesh, layout: Layout, source: 
         whole = whole.to(mesh.device_type)
     if not comm.is_member:
         return whole.new_empty(0)
+    how = {"itemsize": whole.element_size(), "cluster": comm.cluster}
     terms_later = layout
     for axis in layout.partial_axes:
         terms_later = terms_later.with_placement(axis, Replicate())
     if source is None or whole.is_meta:
         start = Layout.replicated(layout.mesh)
-        plan = plan_redistribute(start, layout, shape=whole.shape, itemsize=whole.element_size())
+        plan = plan_redistribute(start, layout, shape=whole.shape, **how)
         assert plan.num_collectives == 0, "cutting a replicated tensor is local"
         return run_plan(plan, whole, comm) if plan.steps else whole.clone()
     local = scatter_tensor(whole, terms_later, comm, source=source)
-    plan = plan_redistribute(terms_later, layout, shape=whole.shape, itemsize=whole.element_size())
+    plan = plan_redistribute(terms_later, layout, shape=whole.shape, **how)
     return run_plan(plan, local, comm)
 
 

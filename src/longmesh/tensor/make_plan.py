@@ -146,7 +146,8 @@ class PlanMaker:
             return None
         lead = dtensors_of(args, kwargs)[0]._tensor_layout
         call, layouts = describe_call(facts.functional or func, rule, args, kwargs)
-        choice = choose(call, rule.axis_rules(call), layouts, None if facts.functional is None else 0)
+        pinned = None if facts.functional is None else 0
+        choice = choose(call, rule.axis_rules(call), layouts, lead.comm.cluster, pinned)
         if choice is None:
             return None
         plan = _by_rule(func, facts, rule, call, choice, lead, list(layouts), dtensors_of(args, kwargs))

@@ -105,7 +105,8 @@ class Planner(StepWriter):
         if rule is None or facts.has_out or not tensors:
             return self._without_rule(func, args, kwargs, tensors)
         call, layouts = describe_call(facts.functional or func, rule, args, kwargs)
-        choice = choose(call, rule.axis_rules(call), layouts, None if facts.functional is None else 0)
+        pinned = None if facts.functional is None else 0
+        choice = choose(call, rule.axis_rules(call), layouts, self.comm.cluster, pinned)
         form = None if choice is None else local_form(func, facts, rule, call, choice, self.comm)
         if choice is None or form is None:
             assert facts.functional is not None

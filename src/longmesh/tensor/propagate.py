@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from longmesh.errors import LongmeshError
-from longmesh.plan import plan_redistribute
+from longmesh.plan import Cluster, plan_redistribute
 from longmesh.rules.rule import AxisRule, OpCall
 from longmesh.spec import Layout, MeshShape, Partial, Placement, Replicate, Shard
 
@@ -33,9 +33,14 @@ class Choice:
 
 
 def choose(
-    call: OpCall, lines: Sequence[AxisRule], layouts: tuple[Layout, ...], pinned: int | None = None
+    call: OpCall,
+    lines: Sequence[AxisRule],
+    layouts: tuple[Layout, ...],
+    cluster: Cluster,
+    pinned: int | None = None,
 ) -> Choice | None:
-    """The cheapest valid combination of `lines` over the mesh axes, for inputs laid out as `layouts`.
+    """The combination of `lines` over the mesh axes that is valid and cheapest on `cluster`, for inputs laid out as
+    `layouts`.
 
     With `pinned`, that input must stay where it is and output 0 must come out there (an in-place op);
     None if no combination does that.
@@ -55,8 +60,8 @@ def choose(
             return choice
     best: Choice | None = None
     best_cost = (math.inf, 0)
-    costs: dict[tuple[int, Layout], float] = {}
-    for combination in _combinations(call, lines, layouts, costs):
+    costs = _MoveCosts(call, cluster)
+    for combination in _combinations(lines, layouts, costs):
         for order in orders:
             choice = _combine(call, combination, mesh, order)
             if choice is None or (pinned is not None and not _stays(choice, layouts, pinned)):
@@ -66,7 +71,7 @@ def choose(
                 for i, (have, want) in enumerate(zip(layouts, choice.inputs, strict=True))
                 if have is not want
             ]
-            cost = (sum(_move_cost(call, i, layouts[i], choice.inputs[i], costs) for i in moves), len(moves))
+            cost = (sum(costs.of(i, layouts[i], choice.inputs[i]) for i in moves), len(moves))
             if cost < best_cost:
                 best, best_cost = choice, cost
     return best
@@ -114,27 +119,19 @@ def _axis_orders(layouts: tuple[Layout, ...]) -> list[tuple[int, ...]]:
 
 
 def _combinations(
-    call: OpCall,
-    lines: Sequence[AxisRule],
-    layouts: tuple[Layout, ...],
-    costs: dict[tuple[int, Layout], float],
+    lines: Sequence[AxisRule], layouts: tuple[Layout, ...], costs: _MoveCosts
 ) -> Iterator[tuple[AxisRule, ...]]:
     """Lines per axis; where all combinations are too many, each axis keeps those that are cheapest by themselves."""
     mesh = layouts[0].mesh
     per_axis: list[Sequence[AxisRule]] = [lines] * mesh.ndim
     if len(lines) ** mesh.ndim > _MAX_COMBINATIONS:
         keep = max(2, int(_MAX_COMBINATIONS ** (1 / mesh.ndim)))
-        per_axis = [_cheapest_alone(call, lines, layouts, axis, keep, costs) for axis in range(mesh.ndim)]
+        per_axis = [_cheapest_alone(lines, layouts, axis, keep, costs) for axis in range(mesh.ndim)]
     return product(*per_axis)
 
 
 def _cheapest_alone(
-    call: OpCall,
-    lines: Sequence[AxisRule],
-    layouts: tuple[Layout, ...],
-    axis: int,
-    keep: int,
-    costs: dict[tuple[int, Layout], float],
+    lines: Sequence[AxisRule], layouts: tuple[Layout, ...], axis: int, keep: int, costs: _MoveCosts
 ) -> list[AxisRule]:
     def cost(entry: AxisRule) -> float:
         total = 0.0
@@ -144,7 +141,7 @@ def _cheapest_alone(
                     target = layout.with_placement(axis, want)
                 except LongmeshError:
                     return math.inf
-                total += _move_cost(call, i, layout, target, costs)
+                total += costs.of(i, layout, target)
         return total
 
     ranked = sorted(range(len(lines)), key=lambda i: (cost(lines[i]), i))[:keep]
@@ -185,25 +182,33 @@ def _layouts(
     return tuple(result)
 
 
-def _move_cost(
-    call: OpCall, index: int, have: Layout, want: Layout, costs: dict[tuple[int, Layout], float]
-) -> float:
-    cached = costs.get((index, want))
-    if cached is not None:
-        return cached
-    meta = call.tensors[index]
-    plan = plan_redistribute(have, want, shape=meta.shape, itemsize=meta.dtype.itemsize)
-    cost = plan.cost_us
-    for before, after in zip(have.placements, want.placements, strict=True):
-        turned = (
-            isinstance(before, Partial) and isinstance(after, Partial) and before.reduce_op != after.reduce_op
-        )
-        if turned or (isinstance(after, Partial) and isinstance(before, Shard)):
-            # Padding a shard into a pending sum is free now and an all_reduce of the whole later. A pending average, or
-            # a sum turned into one, is rounded once more than what it costs as much to gather.
-            whole = Layout.replicated(have.mesh)
-            cost += (
-                plan_redistribute(have, whole, shape=meta.shape, itemsize=meta.dtype.itemsize).cost_us + 1.0
-            )
-    costs[index, want] = cost
-    return cost
+class _MoveCosts:
+    """What it takes to redistribute the inputs of a call, on a cluster; each way is looked at once."""
+
+    def __init__(self, call: OpCall, cluster: Cluster) -> None:
+        self._call, self._cluster = call, cluster
+        self._known: dict[tuple[int, Layout], float] = {}
+
+    def of(self, index: int, have: Layout, want: Layout) -> float:
+        """That of input number `index`, which has the layout `have`."""
+        found = self._known.get((index, want))
+        if found is None:
+            found = self._known[index, want] = self._find(index, have, want)
+        return found
+
+    def _find(self, index: int, have: Layout, want: Layout) -> float:
+        cost = self._planned_us(index, have, want)
+        for before, after in zip(have.placements, want.placements, strict=True):
+            if not isinstance(after, Partial):
+                continue
+            turned = isinstance(before, Partial) and before.reduce_op != after.reduce_op
+            if turned or isinstance(before, Shard):
+                # Padding a shard into a pending sum is free now and an all_reduce of the whole later. A pending
+                # average, or a sum turned into one, is rounded once more than what it costs as much to gather.
+                cost += self._planned_us(index, have, Layout.replicated(have.mesh)) + 1.0
+        return cost
+
+    def _planned_us(self, index: int, have: Layout, want: Layout) -> float:
+        meta = self._call.tensors[index]
+        how = {"itemsize": meta.dtype.itemsize, "cluster": self._cluster}
+        return plan_redistribute(have, want, shape=meta.shape, **how).cost_us

@@ -9,6 +9,7 @@ from pathlib import Path
 from longmesh.attention.exchange.named import EXCHANGES
 from longmesh.checkpoint.generations import list_steps
 from longmesh.errors import LongmeshError
+from longmesh.plan import cluster_of
 from longmesh.plan.render import format_bytes
 from longmesh.train.model import VOCAB
 
@@ -31,6 +32,7 @@ class TrainOptions:
     steps: int = 20
     mask: str = "documents"
     exchange: str = "auto"
+    cluster: str | None = None
     dim: int = 128
     layers: int = 2
     heads: int = 4
@@ -114,7 +116,8 @@ class TrainOptions:
             )
 
     def check_paths(self) -> None:
-        """Raise for directories that can't be read or written, before anything is computed."""
+        """Raise for what can't be read or written, before anything is computed."""
+        cluster_of(self.cluster)
         try:
             self._check_out()
             for name, path in (("resume", self.resume), ("baseline", self.baseline)):

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from longmesh.attention import AttentionPlan, ContextParallel, PackedDocuments, masks
 from longmesh.comm import collectives, comm_of
 from longmesh.comm.agree import agree
+from longmesh.comm.machine import use_cluster
 from longmesh.errors import LongmeshError
 from longmesh.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from longmesh.tensor import DTensor
@@ -72,9 +73,10 @@ def make_axes(options: TrainOptions, text_digest: str, problem: LongmeshError | 
         agree("train", Meeting(options, num_ranks, text_digest), problem, comm_of(world).group((0,)), device)
     if problem is not None:
         raise problem
-    return slice_mesh(
-        init_device_mesh(device, options.mesh_shape, mesh_dim_names=("data", "context", "tensor"))
-    )
+    mesh = init_device_mesh(device, options.mesh_shape, mesh_dim_names=("data", "context", "tensor"))
+    if options.cluster is not None:
+        use_cluster(mesh, options.cluster)
+    return slice_mesh(mesh)
 
 
 def slice_mesh(mesh: DeviceMesh) -> Axes:

@@ -150,3 +150,10 @@ def test_explain_gives_times_and_reasons():
     assert "predicted on machine, batch" in plan_attention(seq_len=64, ranks=2, cluster=measured).explain()
     one = plan_attention(seq_len=3, ranks=2, layout="contiguous", exchange="ring").explain()
     assert "on 2 ranks" in one and "rank 1: 2 keys arrive, 1 block, 2 pairs" in one and "1 blocks" not in one
+
+
+def test_explain_calls_nothing_slower_that_is_as_fast():
+    text = plan_attention(seq_len=8192, ranks=4, mask=masks.full()).explain()
+    assert "layout Zigzag is predicted to take as long, within 1%: Contiguous is preferred" in text
+    assert "exchange Ring is predicted to take as long, within 1%: Sparse is preferred" in text
+    assert "0.99x" not in text and "1.00x" not in text

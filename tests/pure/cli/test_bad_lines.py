@@ -69,6 +69,7 @@ RIGHT = {
     "dtype": set(),
     "page": {"3"},
     "chunk": {"3"},
+    "cluster": set(),
 }
 RANKS = {"data": "3", "context": "3", "tensor": "3", "batch": "1", "seq-len": "3"}
 

@@ -28,12 +28,11 @@ from longmesh.attention.mask.base import Mask, whole_number
 from longmesh.attention.plan.attention_plan import AttentionPlan, PassedOver, RowPlan
 from longmesh.attention.plan.cut import Asked, Cuts, cut_both, slices_in
 from longmesh.attention.plan.head_sizes import HeadSizes
+from longmesh.attention.plan.predict import AS_FAST
 from longmesh.attention.plan.schedule import make_schedule
 from longmesh.errors import LongmeshError
 from longmesh.plan.cluster import Cluster
 from longmesh.plan.named_clusters import cluster_of
-
-AS_FAST = 1.01  # times the best: predictions are no better than this, and ranks must not differ by a rounding
 
 
 def plan_attention(

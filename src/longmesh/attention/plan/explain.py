@@ -8,7 +8,7 @@ from longmesh.attention.exchange.fragment import STAGE, START, STOP
 from longmesh.attention.mask.slices import area
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
-from longmesh.attention.plan.predict import MANY, SOME, Prediction, ranks_to_look_at
+from longmesh.attention.plan.predict import AS_FAST, MANY, SOME, Prediction, ranks_to_look_at
 from longmesh.attention.plan.schedule import WHO
 from longmesh.attention.plan.stats import RankStats, heads_of, rank_stats
 from longmesh.plan.render import format_bytes
@@ -98,9 +98,17 @@ def _time_lines(plan: AttentionPlan) -> list[str]:
     times = [f"{human_us(p.total_us)} ({human_us(p.compute_us)} computing)" for p in (forward, backward)]
     lines = [f"  predicted on {plan.cluster}, batch of 1: forward {times[0]}, backward {times[1]}"]
     for other in plan.passed_over:
-        name = f"layout {other.layout}" if other.layout != plan.layout else f"exchange {other.exchange}"
+        name, preferred = f"exchange {other.exchange}", plan.exchange
+        if other.layout != plan.layout:  # layouts are compared under one exchange
+            under = "" if other.exchange == plan.exchange else f" with exchange {other.exchange}"
+            name, preferred = f"layout {other.layout}{under}", plan.layout
         ratio = other.prediction.total_us / max(chosen.total_us, 1e-9)
-        lines.append(f"  {name} would take {ratio:.2f}x: {_why_slower(chosen, other.prediction)}")
+        if ratio <= AS_FAST:
+            lines.append(
+                f"  {name} is predicted to take as long, within {AS_FAST - 1:.0%}: {preferred} is preferred"
+            )
+        else:
+            lines.append(f"  {name} would take {ratio:.2f}x: {_why_slower(chosen, other.prediction)}")
     return lines
 
 
@@ -109,8 +117,6 @@ def _why_slower(plan: Prediction, other: Prediction) -> str:
         tuple(sum(part) for part in zip(*p, strict=True)) for p in (plan, other)
     )  # (total, compute) of both passes
     waits = [total - compute for total, compute in (ours, theirs)]
-    if theirs[0] <= ours[0] * 1.01:
-        return "as fast, and second choice"
     if theirs[1] - ours[1] >= waits[1] - waits[0]:
         return f"its slowest rank computes {human_us(theirs[1])} instead of {human_us(ours[1])}, both passes together"
     return f"it waits and copies {human_us(waits[1])} instead of {human_us(waits[0])}, both passes together"

@@ -31,6 +31,7 @@ from longmesh.plan.rate import RateOp, TileKind
 Array = np.ndarray
 MANY = 32  # ranks, up to which every one is looked at
 SOME = 8  # of those at equal distances, where there are more
+AS_FAST = 1.01  # times the best: predictions are no better than this, and ranks must not differ by a rounding
 DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
 FLOPS: dict[RateOp, int] = {"attention": 4, "attention_backward": 10}  # a pair and element of the head dim
 

@@ -68,6 +68,11 @@ def add_parser(commands: Any) -> None:
         help="prompt tokens per chunk (default 8192)",
     )
     parser.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="the machine to plan for: a file of longmesh doctor --save, or cpu, a100 or h100 (default: the device's)",
+    )
+    parser.add_argument(
         "--seed", type=whole_number, default=0, metavar="N", help="seed of the random weights and tokens"
     )
     parser.add_argument(
@@ -85,6 +90,7 @@ def run_generate(options: argparse.Namespace) -> int:
         print(f"longmesh generate: {problem}", file=sys.stderr)
         return USAGE_ERROR
     told = {name: getattr(options, name) for name in (*SIZES, "model", "dtype")}
+    told["cluster"] = options.cluster
     told["prompt"] = None if options.prompt is None else str(Path(options.prompt).absolute())
     if options.prompt is None and options.random_tokens is None:
         told["random_tokens"] = 4096
@@ -139,6 +145,8 @@ def find_problem(options: argparse.Namespace, under_launcher: bool) -> str | Non
         return f"--dtype {options.dtype!r}: give one of {', '.join(DTYPES)}"
     if options.model == "":
         return "--model '': give a folder or a name; leave it out for a tiny random model"
+    if options.cluster is not None and (problem := _find_cluster_problem(options.cluster)) is not None:
+        return f"--cluster {options.cluster!r}: {problem}"
     if options.prompt is not None and options.random_tokens is not None:
         return "--prompt and --random-tokens: give one of them"
     if options.prompt is not None:
@@ -159,6 +167,17 @@ def find_text_problem(file: Path) -> str | None:
         return f"--prompt {file}: it is not UTF-8; give a text file"
     except OSError as error:
         return f"--prompt {file}: it can't be read: {error.strerror}; give a text file"
+    return None
+
+
+def _find_cluster_problem(cluster: str) -> str | None:
+    from longmesh.errors import LongmeshError
+    from longmesh.plan import cluster_of  # --help need not wait for it
+
+    try:
+        cluster_of(cluster)
+    except LongmeshError as error:
+        return str(error)
     return None
 
 

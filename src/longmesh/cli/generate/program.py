@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from longmesh.cli.generate.models import load_model, read_prompt
 from longmesh.cli.generate.report import Figures, make_streamer, peak_bytes
+from longmesh.comm.machine import use_cluster
 from longmesh.errors import LongmeshError
 
 
@@ -54,6 +55,8 @@ def _make_cache(model: Any, told: dict[str, Any], is_alone: bool) -> tuple[Any, 
         cache = DynamicCache(config=model.config)
         return cache, lambda ids: _prefill_alone(model, cache, ids, told["chunk"])
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
+    if told["cluster"] is not None:
+        use_cluster(mesh, told["cluster"])
     cache = hf.ShardedCache(model.config, mesh, page=told["page"])
     return cache, lambda ids: cache.prefill(model, ids, chunk=told["chunk"])
 

@@ -16,6 +16,7 @@ import torch
 
 from longmesh._torch import OpOverload
 from longmesh.comm.groups import MeshComm
+from longmesh.plan import Cluster
 from longmesh.rules import Meta, OpCall, OutMeta
 from longmesh.rules.conv import (
     backward_lines,
@@ -42,7 +43,7 @@ def convolution(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dic
     """convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
     if kwargs or not _is_spatial(args[:1]):
         return USUAL
-    choice, call = _planned(func, args)
+    choice, call = _planned(func, args, p.comm.cluster)
     tensors = [t for t in args[:3] if t is not None]
     x, weight, *rest = (p.redistribute(t, y) for t, y in zip(tensors, choice.inputs, strict=True))
     bias = rest[0] if rest else None
@@ -84,7 +85,7 @@ def convolution_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kw
     """convolution_backward(grad, input, weight, bias_sizes, stride, ..., groups, output_mask)."""
     if kwargs or not _is_spatial(args[:2]):
         return USUAL
-    choice, call = _planned(func, args)
+    choice, call = _planned(func, args, p.comm.cluster)
     grad, x, weight = (p.redistribute(t, y) for t, y in zip(args[:3], choice.inputs, strict=True))
     borders = _borders(call, 1, choice.inputs[1], choice.inputs[0], call.tensors[0].shape, p.comm)
     rows = fetch(p, x, x.local_shape, x.dtype, borders)
@@ -143,7 +144,7 @@ def _is_spatial(tensors: Sequence[Any]) -> bool:
     return any(isinstance(t, Planned) and any(d >= 2 for d in t._layout.shard_dims) for t in tensors)
 
 
-def _planned(func: OpOverload, args: tuple[Any, ...]) -> tuple[Choice, OpCall]:
+def _planned(func: OpOverload, args: tuple[Any, ...], cluster: Cluster) -> tuple[Choice, OpCall]:
     """The layouts of operands and results, as for any op, with spatial shards among the options."""
     layouts: list[Layout] = []
     described: list[Any] = []
@@ -153,11 +154,13 @@ def _planned(func: OpOverload, args: tuple[Any, ...]) -> tuple[Choice, OpCall]:
             layouts.append(arg._layout)
         else:
             described.append(tuple(arg) if isinstance(arg, list) else arg)
-    return _choose(func, tuple(described), tuple(layouts))
+    return _choose(func, tuple(described), tuple(layouts), cluster)
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(func: OpOverload, args: tuple[Any, ...], layouts: tuple[Layout, ...]) -> tuple[Choice, OpCall]:
+def _choose(
+    func: OpOverload, args: tuple[Any, ...], layouts: tuple[Layout, ...], cluster: Cluster
+) -> tuple[Choice, OpCall]:
     metas = tuple(a for a in args if isinstance(a, Meta))
     call = OpCall(func, args, {}, metas)
     if func is aten.convolution.default:
@@ -169,7 +172,7 @@ def _choose(func: OpOverload, args: tuple[Any, ...], layouts: tuple[Layout, ...]
         )
     call = OpCall(func, args, {}, metas, outputs)
     lines = forward_lines(call) if func is aten.convolution.default else backward_lines(call)
-    choice = choose(call, [*spatial_lines(call), *lines], layouts)
+    choice = choose(call, [*spatial_lines(call), *lines], layouts, cluster)
     assert choice is not None, "everything replicated is always valid"
     return choice, call
 
