@@ -1,6 +1,6 @@
 """What a call of attention costs beside its kernels and links: a few calls, measured as they are.
 
-    measured - predicted  =  passes * pass_us  +  transfers * transfer_us        for each call, as near as can be
+    measured - predicted  =  passes * pass_us  +  transfers * peers * transfer_us       for each call, as near as can be
 
 Ranks wait for each other in a call, and where they share cores one that has got its keys waits for a core as well. No
 part that is measured by itself shows that. The calls are short: in a long one an error of the rates would count as the

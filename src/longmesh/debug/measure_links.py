@@ -21,20 +21,26 @@ Run = Callable[[], object]
 Make = Callable[[], Run]
 
 LOOP_S = 0.006  # what is shorter is repeated until it takes this long: a clock of single calls shows outliers
-LOOPS, ROUNDS = 2, 3
+LOOPS, ROUNDS, MEETINGS = 2, 3, 8
 FIRST_BYTES, MOST_BYTES = 1 << 20, 1 << 27  # of a transfer that takes as long as computing
 ROWS = (16, 256, 2048, 8192)  # of 8 heads of 64, packed to find out what a copy takes
 COLD_BYTES, MOST_COPIES = 1 << 26, 64  # more than caches hold
 
 
 class Clock:
-    """Times that are the same on every rank of a group."""
+    """Times that are the same on every rank of a group: from when the first rank begins to when the last has ended.
+
+    Pitfall: ranks that share cores may run one after the other, each as fast as if it were alone. So no rank's own time
+    is taken.
+    """
 
     def __init__(self, group: AxisGroup, device: torch.device) -> None:
         self.group, self.device = group, device
+        self._meeting_us = 0.0  # what it takes to begin and to end together, which is no part of a time
+        self._meeting_us = min(self._loop(lambda: None, 1) for _ in range(MEETINGS))
 
     def time_us(self, run: Run) -> float:
-        """Microseconds of a call while every rank makes it: the slowest rank's. Collective."""
+        """Microseconds of a call while every rank makes it. Collective."""
         return self.best_us([lambda: run])[0]
 
     def best_us(self, makes: Sequence[Make]) -> list[float]:
@@ -44,7 +50,7 @@ class Clock:
         return [min(times) for times in zip(*rounds, strict=True)]
 
     def _round(self, run: Run) -> float:
-        count = max(1, min(100, int(LOOP_S * 1e6 / max(1.0, self._loop(run, 1)))))
+        count = max(1, min(400, int(LOOP_S * 1e6 / max(1.0, self._loop(run, 1)))))
         return min(self._loop(run, count) for _ in range(LOOPS if count > 1 else 1))
 
     def alone_us(self, run: Run) -> float:
@@ -53,13 +59,15 @@ class Clock:
         return min(self._loop(run, count) for _ in range(LOOPS * ROUNDS))
 
     def _loop(self, run: Run, count: int) -> float:
-        self.slowest(0.0)  # the ranks start together
+        self.slowest(0.0)
         start = time.perf_counter()
         for _ in range(count):
             run()
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
-        return self.slowest((time.perf_counter() - start) * 1e6 / count if count else 0.0)
+        self.slowest(0.0)
+        took = max(1e-3, (time.perf_counter() - start) * 1e6 - self._meeting_us)
+        return self.slowest(took / count if count else 0.0)
 
     def slowest(self, us: float) -> float:
         """The largest of the ranks' numbers."""
@@ -97,19 +105,19 @@ def _maker(group: AxisGroup, kind: str) -> Callable[[int, torch.device], Run]:
         if kind == "send":
             counts = [size // 4 if member == (me + 1) % n else 0 for member in range(n)]
             coming = [size // 4 if member == (me - 1) % n else 0 for member in range(n)]
-            sent = torch.zeros((size // 4, 1), device=device)
+            sent = torch.ones((size // 4, 1), device=device)
             return lambda: start_send_receive(
                 sent, send_counts=counts, recv_counts=coming, group=group
             ).wait()
         if kind == "all_gather":
-            one = torch.zeros(part, device=device)
+            one = torch.ones(part, device=device)
             return lambda: collectives.all_gather(one, group=group)
         if kind == "all_reduce":
-            half = torch.zeros(max(1, part * n // 2), device=device)
+            half = torch.ones(max(1, part * n // 2), device=device)
             return lambda: collectives.all_reduce(half, reduce_op="sum", group=group)
         counts = [0 if member == me else part for member in range(n)]
-        rows = torch.zeros((part * (n - 1), 1), device=device)
-        whole = torch.zeros(part * n, device=device)
+        rows = torch.ones((part * (n - 1), 1), device=device)
+        whole = torch.ones(part * n, device=device)
         if kind == "all_to_all" or (kind == "reduce_scatter" and group.is_gloo):  # a sum of rows there
 
             def run() -> Tensor:
@@ -129,18 +137,20 @@ def _rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...
 
 
 def measure_copies(clock: Clock, dtype: torch.dtype) -> Link:
-    """The time in which rows are packed, by their bytes. As in a call, what is copied lies in no cache any more: many
-    are copied in turn. Results are let go at once: a call's buffers lie where those of the call before lay."""
+    """The time in which rows are packed, by their bytes. As in a call, neither what is copied nor the place that it is
+    copied to lies in a cache any more: many are copied in turn, and a result is kept until its turn comes again, since
+    the next one would lie where it lay."""
     sizes = [dtype.itemsize * 8 * rows * 64 for rows in ROWS]
     many = [max(1, min(MOST_COPIES, COLD_BYTES // size)) for size in sizes]
 
     def maker(rows: int, count: int) -> Make:
         def make() -> Run:
             tokens = [torch.ones(1, 8, rows, 64, device=clock.device, dtype=dtype) for _ in range(count)]
+            kept = [to_rows(t) for t in tokens]
 
             def run() -> None:
-                for t in tokens:
-                    to_rows(t)
+                for i, t in enumerate(tokens):
+                    kept[i] = to_rows(t)
 
             return run
 

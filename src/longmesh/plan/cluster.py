@@ -112,8 +112,8 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Levels from the innermost to the outermost, rates of one rank while all compute, and fixed costs: a
-    kernel call (`call_us`), a pass of attention (`pass_us`), a transfer of one, beyond its link (`transfer_us`).
+    """Levels from the innermost to the outermost, rates of one rank while all compute, and fixed costs: a kernel call
+    (`call_us`), a pass of attention (`pass_us`), a transfer of one for each peer, beyond its link (`transfer_us`).
 
     `overlap`: how much of a transfer hides behind computing at the same time: 1 where a network card works by itself, 0
     where processes have no core left for it. `crowding`: how much faster a rank computes while the others wait, 2 where

@@ -157,3 +157,27 @@ def test_explain_calls_nothing_slower_that_is_as_fast():
     assert "layout Zigzag is predicted to take as long, within 1%: Contiguous is preferred" in text
     assert "exchange Ring is predicted to take as long, within 1%: Sparse is preferred" in text
     assert "0.99x" not in text and "1.00x" not in text
+
+
+def test_a_transfer_costs_for_each_peer():
+    slow, full = dataclasses.replace(FAST, transfer_us=1000.0), {"seq_len": 1024, "mask": masks.full()}
+
+    def added(exchange, ranks):
+        how = {"layout": "contiguous", "exchange": exchange, "ranks": ranks}
+        with_it, without = (plan_attention(**full, **how, cluster=c).predict().total_us for c in (slow, FAST))
+        return round((with_it - without) / 1000)
+
+    # Keys come once, and again in backward, when gradients go home: from three peers at once, or one after another.
+    assert added("allgather", 4) == added("ring", 4) == 9
+    assert added("ulysses", 4) == 2 * 2 * 3  # there and back, in both passes
+    assert added("hybrid", (2, 2)) == 3 + 2 * 2
+
+
+def test_tokens_that_are_not_adjacent_take_longer_to_swap():
+    def total(layout):
+        plan = plan_attention(
+            seq_len=4096, ranks=4, mask=masks.full(), layout=layout, exchange="ulysses", cluster=SLOW
+        )
+        return plan.predict().total_us
+
+    assert total("contiguous") < total("zigzag")

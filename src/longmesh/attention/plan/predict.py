@@ -171,10 +171,12 @@ def _key_transfers(plan: AttentionPlan, row: RowPlan, group: int, kv_heads: int,
 
 
 def _waits_us(plan: AttentionPlan, row: RowPlan, backward: bool) -> float:
-    """What transfers cost besides their links: keys of each stage, and gradients; queries there and back; of split
-    heads the first group's way and the last one's."""
+    """What transfers cost besides their links, for each peer: keys of each stage, and gradients; queries there and
+    back; of split heads the first group's way and the last one's."""
     s = row.schedule
-    count = s.last_stage * (1 + backward) + 2 * (len(s.queries) > 0) + 2 * (plan.inner > 1)
+    others = s.ownership.num_ranks - 1
+    count = s.last_stage * (1 + backward) * (1 if s.relay else others)
+    count += 2 * (len(s.queries) > 0) * others + 2 * (plan.inner - 1)
     return count * plan.cluster.transfer_us
 
 
@@ -190,15 +192,30 @@ def packing_us(
     own = s.kv_ownership.counts[group]
     arrived = np.bincount(f[:, STAGE], weights=f[:, STOP] - f[:, START], minlength=s.num_stages)
     copied = [own * keys] if s.last_stage else []
-    # Rows of one owner, or of one after the other, arrive in their place.
+    # Rows of one owner, or of one after the other, arrive in their place; what goes to the owners as gradients is taken
+    # from there.
     after = (f[1:, STAGE] == f[:-1, STAGE]) & (f[1:, OWNER] < f[:-1, OWNER])
-    moved = 2 if after.any() else 0
-    copied += [rows * keys for rows in arrived] * moved
+    placed = int(after.any())
+    copied += [rows * keys for rows in _taken(s, group)] + [rows * keys for rows in arrived] * placed
     if backward:
         copied += [own * grads, s.ownership.counts[group] * heads * sizes.head_dim * sizes.wide_bytes]
-        copied += [rows * grads for rows in arrived] * (2 + moved)
+        copied += [rows * grads for rows in arrived] * (2 + placed)
     link = plan.cluster.levels[0].link
     return float(sum(link.time_us(size) for size in copied if size))
+
+
+def _taken(s: Schedule, group: int) -> list[float]:
+    """By stage, the rows that a group must gather before it sends them: those that do not lie in the order in which
+    they go out. Of many groups all that arrives is taken for such."""
+    if s.relay or not s.last_stage:
+        return []
+    many = s.ownership.num_ranks > MANY
+    f = s.received(group) if many else s.lent(group)
+    f = f[np.lexsort((np.arange(len(f)), f[:, RANK], f[:, STAGE]))]
+    rows = np.bincount(f[:, STAGE], weights=f[:, STOP] - f[:, START], minlength=s.num_stages)
+    apart = (f[1:, STAGE] == f[:-1, STAGE]) & (f[1:, START] != f[:-1, STOP])
+    gathered = np.bincount(f[1:, STAGE], weights=apart, minlength=s.num_stages) > 0
+    return rows[gathered | many].tolist()
 
 
 def _outermost(plan: AttentionPlan, s: Schedule) -> int:
@@ -257,10 +274,15 @@ def _with_swaps(plan: AttentionPlan, row: RowPlan, rank: int, attend_us: float, 
     going = swapped.qkv_back * wide if backward else swapped.output_back * narrow
     link = cluster.level_of((plan.outer, plan.inner), (1,)).link_of("all_to_all")
     each = [link.time_us(size / groups, plan.inner - 1) for size in (coming, going)]
-    # A rank's own part is packed with the others'. What comes is placed; what goes back is added to 0s.
-    whole = plan.inner / max(1, plan.inner - 1)
+    # A rank's own part travels with the others', as a copy. What comes is packed and placed; what goes back is packed
+    # and added to 0s. Tokens that are not adjacent in the group's buffers are put there, and gathered, one by one: that
+    # takes twice a copy's time.
+    peers = max(1, plan.inner - 1)
+    one_by_one = len(row.ownership.pieces_of(rank)) > 1
+    memory = cluster.levels[0].link
     packing = sum(
-        times * cluster.levels[0].link.time_us(size * whole) for size, times in ((coming, 2), (going, 3))
+        times * memory.time_us(size * plan.inner / peers) + memory.time_us(size / peers)
+        for size, times in ((coming, 2 + one_by_one), (going, 3 + 2 * one_by_one))
     )
     hidden = cluster.overlap * min(attend_us, sum(each) * groups) * (groups - 1) / groups
     return attend_us + sum(each) * groups + packing - hidden
