@@ -61,6 +61,7 @@ def test_the_command_lines_options_are_the_trainers():
         "timeout": "60",
         "mask": "causal",
         "exchange": "ring",
+        "cluster": "h100",
         "out": "a",
         "resume": "b",
         "baseline": "c",
