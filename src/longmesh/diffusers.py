@@ -14,10 +14,12 @@ Only hooks of modules are used. Gradients of parameters are this rank's share: t
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,8 +39,11 @@ _JOINT = {
     "encoder_hidden_states": "text",
     "txt_ids": "text",
 }
-# Models whose plans cut a text that only cross-attention reads: it stays whole, on every rank.
+# Models whose plans cut a text that only cross-attention reads: it stays whole, on every rank. Their time steps may be
+# one for each token, which their plans don't say.
 _TEXT_STAYS_WHOLE = frozenset({"LTXVideoTransformer3DModel"})
+# Results of a ControlNet: they have a row for each token, and no plan cuts them.
+_UNCUT = ("controlnet_block_samples", "controlnet_single_block_samples")
 
 
 def context_parallel(pipeline_or_transformer: Any, mesh: DeviceMesh) -> Handle:
@@ -86,6 +91,11 @@ def _plan_of(model: nn.Module) -> dict[str, Any]:
     """Where the model says that its sequence may be cut and must be gathered: one sequence, of the latents."""
     plan = getattr(model, "_cp_plan", None)
     name = type(model).__name__
+    if any(isinstance(getattr(hook, "__self__", None), _Model) for hook in model._forward_pre_hooks.values()):
+        raise LongmeshError(
+            f"longmesh.diffusers.context_parallel: this {name} runs over cut sequences already; call remove() of the "
+            "handle that the first call gave"
+        )
     if not plan:
         raise LongmeshError(
             f"longmesh.diffusers.context_parallel: {name} does not say where its sequence can be cut (it has no plan "
@@ -98,6 +108,7 @@ def _plan_of(model: nn.Module) -> dict[str, Any]:
             else inputs
             for key, inputs in plan.items()
         }
+        plan[""]["timestep"] = dataclasses.replace(plan[""]["hidden_states"], expected_dims=2)
     cut = {key for inputs in plan.values() if isinstance(inputs, dict) for key in inputs}
     if "encoder_hidden_states" in cut and not _is_joint(plan):
         raise LongmeshError(
@@ -142,7 +153,8 @@ class _Model:
         self._cuts: dict[str, CutSequence] = {}
         self._has_begun = False  # whether the latents are cut; what was made for them may be before
         self._opened: list[AttentionMode | None] = []
-        handle.add(model.register_forward_pre_hook(self._begin))
+        self._num_seen = 0  # calls of attention that ran over the whole sequence
+        handle.add(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         for how, module in [
             (how, module) for name, how in plan.items() for module in _modules_of(model, name)
         ]:
@@ -155,10 +167,17 @@ class _Model:
         for module in model.modules():
             if hasattr(module, "set_processor") and hasattr(module, "processor") and module is not model:
                 handle.add(module.register_forward_pre_hook(self._before_attention, with_kwargs=True))
+                handle.add(module.register_forward_hook(self._check_attention))
                 handle.add(module.register_forward_hook(self._after_attention, always_call=True))
 
-    def _begin(self, *_: Any) -> None:
+    def _begin(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._cuts, self._has_begun = {}, False
+        for name in _UNCUT:
+            if kwargs.get(name) is not None:
+                raise LongmeshError(
+                    f"longmesh.diffusers: {self._name} was given {name}, which have a row for each token and are not "
+                    "cut; leave them out, or run the model on whole sequences"
+                )
 
     def _part(self, tensor: Any, where: Any, name: Any) -> Any:
         """This rank's tokens of a tensor, if it is one that has tokens there."""
@@ -232,7 +251,24 @@ class _Model:
                     f"longmesh.diffusers: {self._name} gives its self-attention a mask; leave the mask out, or use "
                     "ContextParallel in attention processors of your own"
                 )
-            self._opened[-1] = open_scope(cut)
+            self._num_seen = 0
+            self._opened[-1] = open_scope(cut, {F.scaled_dot_product_attention: self._attend_over(cut)})
+
+    def _attend_over(self, cut: CutSequence) -> Callable[..., Tensor]:
+        def attend(*args: Any, **kwargs: Any) -> Tensor:
+            self._num_seen += 1
+            return cut.attend(*args, **kwargs)
+
+        return attend
+
+    def _check_attention(self, module: Any, *_: Any) -> None:
+        """What computes attention in another way has seen this rank's tokens only."""
+        if self._opened[-1] is not None and self._num_seen == 0:
+            raise LongmeshError(
+                f"longmesh.diffusers: the processor {type(module.processor).__name__} of {self._name} did not call "
+                "F.scaled_dot_product_attention, so it attended to this rank's tokens only; use diffusers' processors "
+                "with set_attention_backend('native')"
+            )
 
     def _after_attention(self, *_: Any) -> None:
         mode = self._opened.pop()

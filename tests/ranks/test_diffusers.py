@@ -80,7 +80,10 @@ def run_ltx(model: nn.Module, frames: int, text: int) -> list[torch.Tensor]:
     words = torch.randn(1, text, 16, dtype=torch.float64, requires_grad=True)
     seen = (torch.arange(text) < text - 1)[None].double()
     sizes = {"num_frames": frames, "height": 3, "width": 5}
-    out = model(latents, words, torch.tensor([7]), seen, return_dict=False, **sizes)[0]
+    times = (
+        torch.arange(frames * 3 * 5)[None] if frames > 1 else torch.tensor([7])
+    )  # one for each token, or for all
+    out = model(latents, words, times, seen, return_dict=False, **sizes)[0]
     loss = (out * torch.randn(out.shape, dtype=out.dtype)).sum()
     return [out.detach(), *torch.autograd.grad(loss, [latents, words, *model.parameters()])]
 
@@ -286,6 +289,49 @@ def test_a_forward_that_is_not_supported_says_so(pool):
         assert "WanTransformer3DModel gives its self-attention a mask; leave the mask out" in mask
         assert "WanTransformer3DModel cuts sequences of" in two_lengths
         assert "tokens in one forward; models whose latents are one sequence are supported" in two_lengths
+
+
+class Products:
+    """A processor of one's own, whose attention torch does not see as such."""
+
+    def __call__(self, attn, hidden_states, *_, **__):
+        q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+def refuse_silent_errors() -> list[str]:
+    """What would be silently wrong, or told by a shape: other attention, rows of a ControlNet, a second call."""
+    wan, flux, said = tiny_wan(), tiny_flux("flux"), []
+    latents, words = (
+        torch.randn(1, 4, 1, 4, 4, dtype=torch.float64),
+        torch.randn(1, 3, 16, dtype=torch.float64),
+    )
+    wan.blocks[1].attn1.set_processor(Products())
+    for model in (wan, flux):
+        longmesh.diffusers.context_parallel(model, cpu_mesh(2))
+    for call in (
+        lambda: wan(latents, torch.tensor([7]), words),
+        lambda: flux(words[..., :4], controlnet_block_samples=[words]),
+        lambda: longmesh.diffusers.context_parallel(wan, cpu_mesh(2)),
+    ):
+        try:
+            call()
+        except LongmeshError as error:
+            said.append(str(error))
+    return said
+
+
+def test_attention_that_is_not_seen_is_refused(pool):
+    for processor, rows, twice in pool.run(refuse_silent_errors, ranks=2, timeout=60.0):
+        assert (
+            "the processor Products of WanTransformer3DModel did not call F.scaled_dot_product_att"
+            in processor
+        )
+        assert (
+            "FluxTransformer2DModel was given controlnet_block_samples, which have a row for each token"
+            in rows
+        )
+        assert "this WanTransformer3DModel runs over cut sequences already; call remove()" in twice
 
 
 def test_a_missing_package_is_named_with_the_extra(monkeypatch):

@@ -13,6 +13,7 @@ LOCKED = (
     r"longmesh train: rank {rank} \(host .*, pid \d+\) does not answer: it runs code that keeps Python's lock"
 )
 ASKED = r"longmesh train: stopped( by SIG\w+)? as asked; exit code 75: start it again to go on"
+ASKED_EARLY = r"longmesh train: stopped by SIG\w+ while ranks started; exit code 75: start it again to go on"
 POINTS = ("start", "group", "load", "step", "forward", "backward", "collective", "save", "write", "commit")
 OFTEN = ("step", "forward", "backward", "collective")  # passed at each step: the third time counts
 LONG = ("start", "group", "load", "save")  # with three times the limit
@@ -55,11 +56,14 @@ def stuck() -> list[Fault]:
 
 def requests() -> list[Fault]:
     """Requests to stop, to a rank or to the launcher."""
-    return [
+    faults = [
         Fault(target + what, "step", 75, ASKED, rank=rank, skip=THIRD, kept=3)
         for target in ("", "launcher:")
         for what, rank in (("SIGTERM", 1), ("SIGINT", 0), ("SIGUSR1", 1))
     ]
+    faults.append(Fault("launcher:SIGTERM", "start", 75, ASKED_EARLY))
+    faults.append(Fault("launcher:SIGUSR1", "load", 75, ASKED, resumed=True, kept=4))
+    return faults
 
 
 def crashes() -> list[Fault]:

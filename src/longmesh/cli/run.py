@@ -64,7 +64,7 @@ def run_program(program: Program, launch: Launch) -> int:
             num_ranks = restarts.num_ranks
             ended = run_once(program, launch, told, num_ranks, restarts.done)
             if not ended.has_failed(told):
-                return ended.say(program.command, told)
+                return ended.say(program.command, told, resumes=program.mark is not None)
             report = describe_exits(ended.exits, num_ranks, program.command)
             first = find_first(ended.exits)
             if first.is_usage_error or told.signum is not None:
@@ -95,8 +95,8 @@ class Ended:
             return False
         return told.signum is None or find_first(self.exits).exit_code != 128 + told.signum
 
-    def say(self, command: str, told: Told) -> int:
-        """Say how a run ended that did not fail; its exit code."""
+    def say(self, command: str, told: Told, *, resumes: bool = False) -> int:
+        """Say how a run ended that did not fail; its exit code. `resumes`: started again, it goes on where it was."""
         if self.reader_left:
             return PIPE_CLOSED
         if self.cut_off is None and not self.exits:
@@ -112,6 +112,10 @@ class Ended:
                 file=sys.stderr,
             )
             return TIMED_OUT
+        if resumes and not self.cut_off and not told.at_once:  # ranks that start don't listen yet
+            words = f"exit code {REQUEUE_EXIT_CODE}: start it again to go on"
+            print(f"{command}: stopped by {told.name} while ranks started; {words}", file=sys.stderr)
+            return REQUEUE_EXIT_CODE
         print(f"{command}: ended by {told.name}; so are the ranks{self.cut_off or ''}", file=sys.stderr)
         return 128 + told.signum
 

@@ -42,3 +42,26 @@ def test_what_is_no_failure_is_told_by_its_exit_code(capsys, exits, told, stoppe
     assert not ended.has_failed(told)
     assert ended.say("longmesh run", told) == code
     assert capsys.readouterr().err == (f"longmesh run: {said}\n" if said else "")
+
+
+@pytest.mark.parametrize(
+    ("exits", "told", "cut_off", "code", "said"),
+    [
+        ([], TERM, "", 75, "stopped by SIGTERM while ranks started; exit code 75: start it again to go on"),
+        (
+            [ENDED],
+            TERM,
+            None,
+            75,
+            "stopped by SIGTERM while ranks started; exit code 75: start it again to go on",
+        ),
+        ([], TERM, ": late", 143, "ended by SIGTERM; so are the ranks: late"),
+        ([], Told(signal.SIGINT, at_once=True), "", 130, "ended by SIGINT; so are the ranks"),
+    ],
+)
+def test_a_run_that_resumes_is_queued_again_also_if_its_ranks_did_not_listen_yet(
+    capsys, exits, told, cut_off, code, said
+):
+    ended = Ended(exits, False, cut_off, reader_left=False)
+    assert ended.say("longmesh train", told, resumes=True) == code
+    assert capsys.readouterr().err == f"longmesh train: {said}\n"
