@@ -69,8 +69,7 @@ def register_sharding(
 
 
 def _install(op: OpOverload, rule: Rule) -> None:
-    name = rule_name(op)
-    registered.add(name, rule)
+    registered[rule_name(op)] = rule
     dispatch.families.pop(op, None)
     if schema_of(op).is_mutable:
         dispatch.families[op] = run_written

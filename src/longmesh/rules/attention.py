@@ -16,8 +16,21 @@ from typing import Any
 import torch
 
 from longmesh.rules.pointwise import shard_of
-from longmesh.rules.rule import AxisRule, LocalView, Meta, OpCall, OutMeta, P, R, Rule, S, contiguous, line
-from longmesh.spec import Partial, Placement
+from longmesh.rules.rule import (
+    AVG,
+    AxisRule,
+    LocalView,
+    Meta,
+    OpCall,
+    OutMeta,
+    P,
+    R,
+    Rule,
+    S,
+    contiguous,
+    line,
+)
+from longmesh.spec import Placement
 
 _BATCH, _HEAD, _ROW = 0, 1, 2
 
@@ -42,9 +55,7 @@ def _lines(call: OpCall, outputs: Callable[[int], list[Placement]]) -> list[Axis
 def forward_lines(call: OpCall) -> list[AxisRule]:
     """Also linear in the values."""
     value: Meta = call["value"]
-    pending = [
-        line([p if m.index == value.index else R for m in call.tensors], [p, R]) for p in (P, Partial("avg"))
-    ]
+    pending = [line([p if m.index == value.index else R for m in call.tensors], [p, R]) for p in (P, AVG)]
     return [*_lines(call, lambda dim: [S(dim), S(dim)]), *pending]
 
 
@@ -55,7 +66,7 @@ def backward_lines(call: OpCall) -> list[AxisRule]:
         return [S(dim), P, P] if dim == _ROW else [S(dim)] * 3
 
     others = [R] * (len(call.tensors) - 1)
-    return [*_lines(call, outputs), *(line([p, *others], [p] * 3) for p in (P, Partial("avg")))]
+    return [*_lines(call, outputs), *(line([p, *others], [p] * 3) for p in (P, AVG))]
 
 
 def forward_meta(call: OpCall) -> tuple[OutMeta, ...]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from longmesh.rules.pointwise import shard_of
-from longmesh.rules.rule import AxisRule, Meta, OpCall, P, R, Rule, S, line
-from longmesh.spec import Partial, Placement
+from longmesh.rules.rule import AVG, AxisRule, Meta, OpCall, P, R, Rule, S, line
+from longmesh.spec import Placement
 
 _BATCH, _HEAD = 0, 1
 # Tensors of (batch, heads, ...); what else an op has (seeds, lengths of packed sequences) is the same everywhere.
@@ -37,7 +37,7 @@ def backward_lines(call: OpCall) -> list[AxisRule]:
     lines = _lines(call, outputs)
     if lines:
         others, count = [R] * (len(call.tensors) - 1), len(call.outputs)
-        lines += [line([p, *others], [p] * count) for p in (P, Partial("avg"))]
+        lines += [line([p, *others], [p] * count) for p in (P, AVG)]
     return lines
 
 

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from longmesh.rules.rule import AxisRule, LocalView, OpCall, P, R, RuleFunction, S, line
-from longmesh.spec import Partial, Placement
-
-AVG = Partial("avg")
+from longmesh.rules.rule import AVG, AxisRule, LocalView, OpCall, P, R, RuleFunction, S, line
+from longmesh.spec import Placement
 
 
 def batch_lines(
@@ -63,11 +61,6 @@ def _extended(cores: Sequence[int], count: int) -> list[int]:
 def batched(cores: Sequence[int], out_cores: Sequence[int], linear: int | None = None) -> RuleFunction:
     """The rule function of `batch_lines`; the last number stands for all further tensors."""
     return lambda call: batch_lines(call, cores, out_cores, linear)
-
-
-def replicated(call: OpCall) -> list[AxisRule]:
-    """No dim may be sharded."""
-    return []
 
 
 def op_on_nothing(call: OpCall, view: LocalView) -> Callable[..., Any] | None:

@@ -16,6 +16,7 @@ import torch
 
 from longmesh.rules import spatial
 from longmesh.rules.rule import (
+    AVG,
     AxisRule,
     LocalView,
     Meta,
@@ -30,9 +31,7 @@ from longmesh.rules.rule import (
     refuse_shapes,
 )
 from longmesh.rules.window import transposed_size, window_size
-from longmesh.spec import Partial, Placement
-
-AVG = Partial("avg")
+from longmesh.spec import Placement
 
 
 def forward_lines(call: OpCall) -> list[AxisRule]:
@@ -47,12 +46,10 @@ def forward_lines(call: OpCall) -> list[AxisRule]:
     if call["groups"] == 1:
         lines += [entry(R, S(out_dim), S(0), S(1)), entry(S(1), S(in_dim), P, P)]
     else:
-        even, count = _whole_groups(call), call["groups"]
-        lines.append(entry(S(1), S(0), S(0), S(1), even=((0, 1, even[0]), (1, 0, even[1]), (-1, 1, even[2]))))
-        if (
-            call.tensors[0].shape[1] == count == call.outputs[0].shape[1]
-        ):  # depthwise: any channel may begin a shard
-            lines[-1] = entry(S(1), S(0), S(0), S(1))
+        x, weight, out = _whole_groups(call)
+        even = ((0, 1, x), (1, 0, weight), (-1, 1, out))
+        is_depthwise = call.tensors[0].shape[1] == call["groups"] == call.outputs[0].shape[1]
+        lines.append(entry(S(1), S(0), S(0), S(1), even=() if is_depthwise else even))  # else whole groups
     lines += [entry(P, R, P, P), entry(R, P, P, P), entry(AVG, R, R, AVG), entry(R, AVG, R, AVG)]
     return lines
 
@@ -71,13 +68,10 @@ def backward_lines(call: OpCall) -> list[AxisRule]:
             entry([R, S(1), S(in_dim)], [S(1), S(in_dim), R]),
         ]
     else:
-        even, count = _whole_groups(call), call["groups"]
-        sharded = entry(
-            [S(1), S(1), S(0)], [S(1), S(0), S(0)], even=((0, 1, even[2]), (1, 1, even[0]), (2, 0, even[1]))
-        )
-        if call.tensors[1].shape[1] == count == call.tensors[0].shape[1]:
-            sharded = entry([S(1), S(1), S(0)], [S(1), S(0), S(0)])
-        lines.append(sharded)
+        x, weight, out = _whole_groups(call)
+        even = ((0, 1, out), (1, 1, x), (2, 0, weight))
+        is_depthwise = call.tensors[1].shape[1] == call["groups"] == call.tensors[0].shape[1]
+        lines.append(entry([S(1), S(1), S(0)], [S(1), S(0), S(0)], even=() if is_depthwise else even))
     for p in (P, AVG):
         lines += [entry([p, R, R], [p, p, p]), entry([R, p, R], [R, p, R]), entry([R, R, p], [p, R, R])]
     return lines
@@ -85,15 +79,18 @@ def backward_lines(call: OpCall) -> list[AxisRule]:
 
 def spatial_lines(call: OpCall) -> list[AxisRule]:
     """One line per spatial dim, for the plan that fetches the rows beyond a shard's borders."""
-    backward = call.func is torch.ops.aten.convolution_backward.default
     dims = range(2, call.tensors[0].ndim)
-    if not backward:
+    if not is_backward(call):
         rest = [R] * (len(call.tensors) - 1)
         return [line([S(d), *rest], S(d)) for d in dims]
     return [
         line([S(d), S(d), R], [p for p, w in zip((S(d), P, P), call["output_mask"], strict=True) if w])
         for d in dims
     ]
+
+
+def is_backward(call: OpCall) -> bool:
+    return call.func is torch.ops.aten.convolution_backward.default
 
 
 def _channel_dims(call: OpCall) -> tuple[int, int]:
@@ -103,7 +100,7 @@ def _channel_dims(call: OpCall) -> tuple[int, int]:
 
 def _whole_groups(call: OpCall) -> tuple[int, int, int]:
     """Channels of one group: of the input, of the weight's dim 0, of the output."""
-    weight = call.tensors[2 if call.func is torch.ops.aten.convolution_backward.default else 1]
+    weight = call.tensors[2 if is_backward(call) else 1]
     rows, groups = weight.shape[0] // call["groups"], call["groups"]
     if call["transposed"]:
         return rows, rows, weight.shape[1]
@@ -151,17 +148,14 @@ def is_channels_last(meta: Meta) -> bool:
 
 def local_arguments(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The groups and bias sizes of one rank's part."""
-    names = call.argument_names
-    args = [call[name] for name in names]
-    backward = "bias_sizes" in names
-    x = 1 if backward else 0
-    groups = call["groups"]
-    if groups > 1:
-        per_group = call.tensors[x].shape[1] // groups
-        args[names.index("groups")] = max(view.input_shapes[x][1] // per_group, 1)
-    if backward and call["bias_sizes"] is not None:
-        args[names.index("bias_sizes")] = [view.input_shapes[0][1]]
-    return tuple(args), {}
+    changes: dict[str, Any] = {}
+    x = 1 if is_backward(call) else 0
+    if call["groups"] > 1:
+        per_group = call.tensors[x].shape[1] // call["groups"]
+        changes["groups"] = max(view.input_shapes[x][1] // per_group, 1)
+    if call.get("bias_sizes") is not None:
+        changes["bias_sizes"] = [view.input_shapes[0][1]]
+    return call.changed(**changes)
 
 
 def local_op(call: OpCall, view: LocalView) -> Callable[..., Any] | None:

@@ -7,8 +7,8 @@ Which rows a rank keeps can't be read from the arguments, so a gradient sharded 
 
 from __future__ import annotations
 
-from longmesh.rules.rule import AxisRule, OpCall, OutMeta, P, R, Rule, S, contiguous, line
-from longmesh.rules.view import LINEAR, no_lines
+from longmesh.rules.rule import AxisRule, OpCall, OutMeta, P, R, Rule, S, contiguous, line, no_lines
+from longmesh.rules.view import LINEAR
 
 MAX_MODE = 2
 

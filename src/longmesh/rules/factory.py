@@ -11,6 +11,7 @@ from typing import Any
 
 from longmesh.rules.pointwise import copy_meta
 from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, P, R, Rule, S, contiguous, like, line
+from longmesh.rules.view import local_sizes
 from longmesh.spec import REDUCE_OPS, MaskPartial, Partial, Placement
 
 PENDING: tuple[Placement, ...] = (*(Partial(op) for op in REDUCE_OPS), MaskPartial())
@@ -53,10 +54,6 @@ def strided_meta(call: OpCall) -> tuple[OutMeta, ...]:
     return (OutMeta(tuple(call["size"]), tuple(call["stride"])),)
 
 
-def local_size(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (call.args[0], view.output_shapes[0], *call.args[2:]), dict(call.kwargs)
-
-
 def local_size_and_stride(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The local part has the memory order of the whole: a step longer than what is inside it shrinks with that."""
     shape, size, stride = view.output_shapes[0], call["size"], call["stride"]
@@ -74,7 +71,7 @@ def _filled(lines: Callable[[OpCall], list[AxisRule]]) -> Rule:
 
 
 LIKE = Rule(like_lines, copy_meta)
-NEW = Rule(new_lines, new_meta, local_size)
+NEW = Rule(new_lines, new_meta, local_sizes)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(

@@ -11,10 +11,25 @@ from typing import Any
 
 import torch
 
+from longmesh.errors import LongmeshError
 from longmesh.rules.lookup import check_range, own_part
-from longmesh.rules.pointwise import shard_of
-from longmesh.rules.rule import AxisRule, LocalView, Meta, OpCall, OutMeta, P, R, Rule, S, contiguous, line
-from longmesh.rules.view import LINEAR, PENDING, kept, no_lines, other_dims
+from longmesh.rules.pointwise import broadcast, shard_of
+from longmesh.rules.rule import (
+    AxisRule,
+    LocalView,
+    Meta,
+    OpCall,
+    OutMeta,
+    P,
+    R,
+    Rule,
+    S,
+    contiguous,
+    line,
+    no_lines,
+)
+from longmesh.rules.strided import same_dims
+from longmesh.rules.view import LINEAR, PENDING, along_others, kept, local_sizes, other_dims
 
 # -- slice and select ----------------------------------------------------------------------------------
 
@@ -25,10 +40,6 @@ def slice_range(size: int, start: int | None, end: int | None, step: int) -> tup
     return first, max(0, -(-(last - first) // step))
 
 
-def slice_lines(call: OpCall) -> list[AxisRule]:
-    return kept(call, other_dims(call, [call.dim()]))
-
-
 def slice_meta(call: OpCall) -> tuple[OutMeta, ...]:
     tensor, dim, step = call.tensors[0], call.dim(), call["step"]
     shape, stride = list(tensor.shape), list(tensor.stride)
@@ -37,16 +48,8 @@ def slice_meta(call: OpCall) -> tuple[OutMeta, ...]:
     return (OutMeta(tuple(shape), tuple(stride)),)
 
 
-def slice_backward_lines(call: OpCall) -> list[AxisRule]:
-    return kept(call, other_dims(call, [call.dim()]), LINEAR)
-
-
 def sizes_meta(call: OpCall) -> tuple[OutMeta, ...]:
     return (contiguous(call["input_sizes"]),)
-
-
-def local_input_sizes(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (call.args[0], list(view.output_shapes[0]), *call.args[2:]), dict(call.kwargs)
 
 
 def select_lines(call: OpCall) -> list[AxisRule]:
@@ -88,27 +91,18 @@ def select_backward_lines(call: OpCall) -> list[AxisRule]:
 # -- advanced indexing ---------------------------------------------------------------------------------
 
 
-def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    ndim = max(map(len, shapes), default=0)
-    out = [1] * ndim
-    for shape in shapes:
-        for dim, size in enumerate(shape, ndim - len(shape)):
-            if size != 1 and out[dim] not in (1, size):
-                raise IndexError(
-                    f"shape mismatch: indices of shapes {', '.join(map(str, shapes))} don't broadcast"
-                )
-            out[dim] = out[dim] if size == 1 else size
-    return tuple(out)
-
-
 class Indexing:
     """Where the dims of x[i, :, j] come from: `dims` are indexed, `batch` is the shape of the indices together,
     which takes its place at `start` among the `rest`."""
 
     def __init__(self, indices: Sequence[Meta | None], ndim: int) -> None:
         self.dims = [d for d, m in enumerate(indices) if m is not None]
-        metas = [m for m in indices if m is not None]
-        self.batch = _broadcast([m.shape for m in metas])
+        shapes = [m.shape for m in indices if m is not None]
+        try:
+            self.batch = broadcast(shapes)
+        except LongmeshError as error:
+            text = f"shape mismatch: indices of shapes {', '.join(map(str, shapes))} don't broadcast"
+            raise IndexError(text) from error
         self.rest = [d for d in range(ndim) if d not in self.dims]
         together = self.dims == list(range(self.dims[0], self.dims[-1] + 1)) if self.dims else True
         self.start = self.dims[0] if together and self.dims else 0
@@ -174,10 +168,6 @@ def triangle_args(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[
     return (call.args[0], call["diagonal"] + rows - columns), {}
 
 
-def triangle_lines(call: OpCall) -> list[AxisRule]:
-    return kept(call, other_dims(call, ()), LINEAR)
-
-
 def pad_lines(call: OpCall) -> list[AxisRule]:
     """Padding with a number other than 0 would be added once per rank."""
     ndim, pad = call.tensors[0].ndim, call["pad"]
@@ -209,12 +199,12 @@ EDGE_PAD = Rule(edge_pad_lines, local_op=_edge_pad_locally)
 _EDGE_PADS = [f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
 
 RULES: dict[str, Rule] = {
-    "slice.Tensor": Rule(slice_lines, slice_meta),
-    "slice_backward.default": Rule(slice_backward_lines, sizes_meta, local_args=local_input_sizes),
+    "slice.Tensor": Rule(along_others(), slice_meta),
+    "slice_backward.default": Rule(along_others(kinds=LINEAR), sizes_meta, local_args=local_sizes),
     "select.int": Rule(select_lines, select_meta, local_op=_select_locally),
-    "select_backward.default": Rule(select_backward_lines, sizes_meta, local_args=local_input_sizes),
+    "select_backward.default": Rule(select_backward_lines, sizes_meta, local_args=local_sizes),
     **dict.fromkeys(("index.Tensor", "_unsafe_index.Tensor"), Rule(index_lines, index_meta, local_op=_index_locally)),
-    **dict.fromkeys(("tril.default", "triu.default"), Rule(triangle_lines, local_args=triangle_args)),
+    **dict.fromkeys(("tril.default", "triu.default"), Rule(same_dims, local_args=triangle_args)),
     "constant_pad_nd.default": Rule(pad_lines),
     **dict.fromkeys((f"{name}.default" for name in _EDGE_PADS), EDGE_PAD),
     **dict.fromkeys((f"{name}_backward.default" for name in _EDGE_PADS), EDGE_PAD),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from longmesh.rules.batched import batch_lines, batched, op_on_nothing, pending_lines, replicated
+from longmesh.rules.batched import batch_lines, batched, op_on_nothing, pending_lines
 from longmesh.rules.pointwise import shard_lines
-from longmesh.rules.rule import AxisRule, OpCall, OutMeta, Rule, S, contiguous, line
+from longmesh.rules.rule import AxisRule, OpCall, OutMeta, Rule, S, contiguous, line, no_lines
 from longmesh.spec import Shard
 
 
@@ -68,8 +68,8 @@ RULES: dict[str, Rule] = {
     "_linalg_det.default": Rule(batched((2,), (0, 2, 1))),
     "_linalg_slogdet.default": Rule(batched((2,), (0, 0, 2, 1))),
     "linalg_cross.default": Rule(cross_lines),
-    "_pdist_forward.default": Rule(replicated),
-    "_pdist_backward.default": Rule(replicated),
+    "_pdist_forward.default": Rule(no_lines),
+    "_pdist_backward.default": Rule(no_lines),
     "_fft_c2c.default": Rule(fft_lines, local_op=op_on_nothing),
     "_fft_r2c.default": Rule(fft_lines, local_op=op_on_nothing),
     "_fft_c2r.default": Rule(fft_lines, local_op=op_on_nothing),

@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from longmesh.rules.pointwise import AVG, broadcast, shard_of
+from longmesh.rules.pointwise import broadcast, shard_of
 from longmesh.rules.rule import (
+    AVG,
     AxisRule,
     LocalView,
     OpCall,

@@ -17,21 +17,17 @@ import torch
 
 from longmesh.rules.lookup import can_read
 from longmesh.rules.rule import AxisRule, LocalView, Meta, OpCall, OutMeta, P, R, Rule, S, contiguous, line
-from longmesh.spec import Placement
+from longmesh.spec import Placement, Shard
 
 NONE, MEAN = 0, 1
 IGNORED = -100
 
 
-def _scores(call: OpCall) -> Meta:
-    return call["self"]
-
-
 def _class_dim(call: OpCall) -> int:
-    return 0 if _scores(call).ndim == 1 else 1
+    return 0 if call["self"].ndim == 1 else 1
 
 
-def _lines(call: OpCall, outputs: Callable[[Placement | None], list[Placement]]) -> list[AxisRule]:
+def _lines(call: OpCall, outputs: Callable[[Shard | None], list[Placement]]) -> list[AxisRule]:
     """Rows (and pixels) sharded as the target is, or classes; `outputs` of the sharded target dim, or None."""
     ndim, classes = call["self"].ndim, _class_dim(call)
     lines: list[AxisRule] = []
@@ -64,10 +60,9 @@ def forward_lines(call: OpCall) -> list[AxisRule]:
 def backward_lines(call: OpCall) -> list[AxisRule]:
     classes = _class_dim(call)
 
-    def outputs(row: Placement | None) -> list[Placement]:
+    def outputs(row: Shard | None) -> list[Placement]:
         if row is None:
             return [S(classes)]
-        assert isinstance(row, type(S(0)))
         return [S(row.dim if row.dim < classes else row.dim + 1)]
 
     return _lines(call, outputs)
@@ -83,7 +78,8 @@ def backward_meta(call: OpCall) -> tuple[OutMeta, ...]:
 
 def own_classes(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     """The op on the targets among this rank's classes, the others ignored."""
-    dim, meta = _class_dim(call), _scores(call)
+    dim = _class_dim(call)
+    meta: Meta = call["self"]
     mine, whole = view.input_shapes[meta.index][dim], meta.shape[dim]
     if mine == whole:
         return None

@@ -19,6 +19,10 @@ import torch
 
 from longmesh.errors import LongmeshError
 from longmesh.rules.rule import (
+    AVG,
+    MAX,
+    MIN,
+    PRODUCT,
     AxisRule,
     Meta,
     OpCall,
@@ -34,8 +38,6 @@ from longmesh.rules.rule import (
 )
 from longmesh.spec import Partial, Placement
 from longmesh.spec.strides import dense_stride
-
-AVG, MIN, MAX, PRODUCT = Partial("avg"), Partial("min"), Partial("max"), Partial("product")
 
 Group = tuple[int, ...]
 
@@ -193,11 +195,6 @@ def number(call: OpCall, name: str) -> float:
     return 0.0
 
 
-def elementwise(call: OpCall) -> list[AxisRule]:
-    """Any pointwise op."""
-    return shard_lines(call)
-
-
 def identity(call: OpCall) -> list[AxisRule]:
     """The same values again: whatever is pending stays so."""
     return [*shard_lines(call), *(line([p] * len(call.tensors), p) for p in (P, AVG, MIN, MAX, PRODUCT))]
@@ -242,7 +239,7 @@ def fill_where(call: OpCall) -> list[AxisRule]:
 def lookup(call: OpCall) -> list[AxisRule]:
     """The first operand element by element against all of the others (isin, bucketize)."""
     others = [R] * (len(call.tensors) - 1)
-    return [line([S(d), *others], S(d)) for d, size in enumerate(call.tensors[0].shape) if size != 1]
+    return [line([S(d), *others], S(d)) for d in range(call.tensors[0].ndim)]
 
 
 # -- metas of the outputs ----------------------------------------------------------------------------

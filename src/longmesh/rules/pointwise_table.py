@@ -8,11 +8,8 @@ import torch
 
 from longmesh._torch import aten
 from longmesh.rules.pointwise import (
-    MAX,
-    MIN,
     convert,
     copy_meta,
-    elementwise,
     fill_where,
     first_meta,
     identity,
@@ -24,12 +21,13 @@ from longmesh.rules.pointwise import (
     pointwise,
     scaled,
     selecting,
+    shard_lines,
     summed,
 )
-from longmesh.rules.rule import AxisRule, OpCall, Rule, like
+from longmesh.rules.rule import MAX, MIN, AxisRule, OpCall, Rule, like
 from longmesh.spec import Partial
 
-ELEMENTWISE = pointwise(elementwise)
+ELEMENTWISE = pointwise(shard_lines)
 INCREASING = pointwise(ordered((0,)))
 DECREASING = pointwise(ordered((0,), sign=lambda call: -1))
 LINEAR = pointwise(linear((0,)))  # a gradient through a saved tensor, a quotient
@@ -110,8 +108,7 @@ RULES: dict[str, Rule] = {
         ordered((0,), sign=lambda call: float(number(call, "negative_slope") > 0))
     ),
     "ldexp.Tensor": LINEAR,
-    **dict.fromkeys(("_conj_physical.default", "conj_physical.default"), LINEAR),
-    "_conj.default": Rule(linear((0,)), first_meta, local_op=lambda call, view: aten._conj_physical.default),
+    "conj_physical.default": LINEAR,
     "_neg_view.default": Rule(linear((0,)), first_meta, local_op=lambda call, view: aten.neg.default),
     "complex.default": pointwise(_SUM),
     **dict.fromkeys(

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from longmesh.rules.matmul import product_lines, refuse_product
-from longmesh.rules.pointwise import AVG, broadcast
+from longmesh.rules.pointwise import broadcast
 from longmesh.rules.rule import (
+    AVG,
     AxisRule,
     LocalView,
     Meta,

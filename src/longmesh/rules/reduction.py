@@ -16,11 +16,24 @@ from typing import Any
 
 import torch
 
-from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, P, Rule, S, contiguous, line
+from longmesh.rules.rule import (
+    AVG,
+    MAX,
+    MIN,
+    PRODUCT,
+    AxisRule,
+    LocalView,
+    OpCall,
+    OutMeta,
+    P,
+    Rule,
+    S,
+    contiguous,
+    line,
+    no_lines,
+)
 from longmesh.spec import Partial
 from longmesh.spec.placement import identity_of
-
-AVG, MIN, MAX, PRODUCT = Partial("avg"), Partial("min"), Partial("max"), Partial("product")
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
@@ -155,11 +168,6 @@ def variance_of_nothing(call: OpCall, view: LocalView) -> Callable[..., Any] | N
     return empty
 
 
-def replicated(call: OpCall) -> list[AxisRule]:
-    """No line: the op sees everything whole."""
-    return []
-
-
 MEAN = Rule(lambda call: reduce_lines(call, [P], [P, AVG]), reduced_meta, local_op=part_of_mean)
 WHOLE = Rule(reduce_lines, reduced_meta)
 VARIANCE = Rule(reduce_lines, reduced_meta, local_op=variance_of_nothing)
@@ -186,5 +194,5 @@ RULES: dict[str, Rule] = {
         ),
         WHOLE,
     ),
-    **dict.fromkeys(("median.default", "nanmedian.default"), Rule(replicated, reduced_meta)),
+    **dict.fromkeys(("median.default", "nanmedian.default"), Rule(no_lines, reduced_meta)),
 }  # fmt: skip

@@ -27,7 +27,7 @@ from longmesh.spec.strides import contiguous_stride
 Shape = tuple[int, ...]
 
 R = Replicate()
-P = Partial()
+P, AVG, MIN, MAX, PRODUCT = (Partial(op) for op in ("sum", "avg", "min", "max", "product"))
 
 
 def S(dim: int) -> Shard:
@@ -80,6 +80,10 @@ class OpCall:
     @property
     def num_returns(self) -> int:
         return _num_returns(self.func)
+
+    def changed(self, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """All arguments by position, some of them other ones: what a rank calls with."""
+        return tuple([changes.get(name, self[name]) for name in self.argument_names]), {}
 
     def get(self, name: str, default: Any = None) -> Any:
         try:
@@ -193,3 +197,13 @@ def contiguous(shape: Sequence[int]) -> OutMeta:
 def like(meta: Meta) -> OutMeta:
     """An output shaped as an input."""
     return OutMeta(meta.shape, meta.stride)
+
+
+def same_shape(call: OpCall) -> tuple[OutMeta, ...]:
+    """Dense outputs, each of the first tensor's shape."""
+    return (contiguous(call.tensors[0].shape),) * call.num_returns
+
+
+def no_lines(call: OpCall) -> list[AxisRule]:
+    """Nothing may be sharded: the op needs all of its inputs."""
+    return []

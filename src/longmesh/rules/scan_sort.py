@@ -17,25 +17,12 @@ from longmesh.rules.rule import (
     S,
     contiguous,
     line,
+    no_lines,
     refuse_shapes,
+    same_shape,
 )
-from longmesh.spec import Partial, Placement
-
-
-def other_dims(call: OpCall) -> list[AxisRule]:
-    """Every dim but the op's own may be sharded, the same in all outputs."""
-    dim = call.dim()
-    count = len(call.outputs)
-    return [line([S(d)], [S(d)] * count) for d in range(call.tensors[0].ndim) if d != dim]
-
-
-def linear_scan(call: OpCall) -> list[AxisRule]:
-    """cumsum: also of a pending sum or average."""
-    return [*other_dims(call), *(line([p], p) for p in (P, Partial("avg")))]
-
-
-def same_shape(call: OpCall) -> tuple[OutMeta, ...]:
-    return (contiguous(call.tensors[0].shape),) * call.num_returns
+from longmesh.rules.view import LINEAR, along_others
+from longmesh.spec import Placement
 
 
 def search_lines(call: OpCall) -> list[AxisRule]:
@@ -51,12 +38,6 @@ def search_lines(call: OpCall) -> list[AxisRule]:
         other: Placement = S(dim) if shared else R
         lines.append(line([other, S(dim), *[other] * len(sorter)], S(dim)))
     return lines
-
-
-def bucket_lines(call: OpCall) -> list[AxisRule]:
-    """bucketize: each value on its own."""
-    values = call["self"]
-    return [line([S(d), R], S(d)) for d in range(values.ndim)] if isinstance(values, Meta) else []
 
 
 def search_meta(call: OpCall) -> tuple[OutMeta, ...]:
@@ -82,13 +63,13 @@ def histogram_meta(call: OpCall) -> tuple[OutMeta, ...]:
     return (contiguous((call["bins"],)),)
 
 
-SCAN = Rule(other_dims, same_shape)
+SCAN = Rule(along_others(kinds=()), same_shape)
 
 RULES: dict[str, Rule] = {
-    "cumsum.default": Rule(linear_scan, same_shape),
+    "cumsum.default": Rule(along_others(kinds=LINEAR), same_shape),
     **dict.fromkeys(("cumprod.default", "logcumsumexp.default", "cummax.default", "cummin.default"), SCAN),
-    **dict.fromkeys(("sort.default", "sort.stable", "topk.default"), Rule(other_dims)),
+    **dict.fromkeys(("sort.default", "sort.stable", "topk.default"), Rule(along_others(kinds=()))),
     **dict.fromkeys(("searchsorted.Tensor", "searchsorted.Scalar"), Rule(search_lines, search_meta)),
-    **dict.fromkeys(("bucketize.Tensor", "bucketize.Scalar"), Rule(bucket_lines, values_meta)),
+    "bucketize.Scalar": Rule(no_lines, values_meta),
     "histc.default": Rule(histogram_lines, histogram_meta),
 }

@@ -29,6 +29,7 @@ from longmesh.rules.rule import (
     line,
     refuse_shapes,
 )
+from longmesh.rules.strided import diagonal_pairs
 from longmesh.rules.view import LINEAR, PENDING
 
 
@@ -121,11 +122,7 @@ def scatter_lines(*, adds: bool) -> Callable[[OpCall], list[AxisRule]]:
 
 def scatter_reduce_lines(call: OpCall) -> list[AxisRule]:
     """Neither linear nor monotone in general: sharded dims only."""
-    return [entry for entry in scatter_lines(adds=False)(call) if P not in entry.inputs and not _pends(entry)]
-
-
-def _pends(entry: AxisRule) -> bool:
-    return any(p.is_partial() for p in entry.inputs)
+    return [x for x in scatter_lines(adds=False)(call) if not any(p.is_partial() for p in x.inputs)]
 
 
 def index_lines(*, adds: bool, linear: bool = True) -> Callable[[OpCall], list[AxisRule]]:
@@ -233,10 +230,8 @@ def _select_scatter_locally(call: OpCall, view: LocalView) -> Callable[..., Any]
 
 
 def diagonal_scatter_lines(call: OpCall) -> list[AxisRule]:
-    ndim = call.tensors[0].ndim
-    taken = (call.dim("dim1"), call.dim("dim2"))
-    rest = [d for d in range(ndim) if d not in taken]
-    return [line([S(d), S(o)], S(d)) for o, d in enumerate(rest)] + [line([p, p], p) for p in PENDING]
+    pairs = diagonal_pairs(call, call.tensors[0].ndim)
+    return [line([S(d), S(o)], S(d)) for d, o in pairs] + [line([p, p], p) for p in PENDING]
 
 
 def _along(

@@ -24,13 +24,10 @@ from longmesh.rules.rule import (
     contiguous,
     like,
     line,
+    same_shape,
 )
+from longmesh.rules.view import along_others
 from longmesh.spec import Placement
-
-
-def softmax_lines(call: OpCall) -> list[AxisRule]:
-    dim = call.dim()
-    return [line([S(d)], S(d)) for d in range(call.tensors[0].ndim) if d != dim]
 
 
 def softmax_backward_lines(call: OpCall) -> list[AxisRule]:
@@ -38,10 +35,6 @@ def softmax_backward_lines(call: OpCall) -> list[AxisRule]:
     dim = call.dim()
     sharded = [line([S(d), S(d)], S(d)) for d in range(call.tensors[0].ndim) if d != dim]
     return [*sharded, line([P, R], P)]
-
-
-def same_shape(call: OpCall) -> tuple[OutMeta, ...]:
-    return (contiguous(call.tensors[0].shape),)
 
 
 def leading_dims(call: OpCall) -> range:
@@ -128,14 +121,10 @@ def group_norm_backward_lines(call: OpCall) -> list[AxisRule]:
 def group_norm_args(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The sizes N, C and the number of groups of this rank's part."""
     batch, channels = view.input_shapes[0][:2]
-    names = call.argument_names
-    args = [call[name] for name in names]
-    args[names.index("N")], args[names.index("C")] = batch, channels
-    args[names.index("group")] = call["group"] * channels // call["C"]
-    return tuple(args), {}
+    return call.changed(N=batch, C=channels, group=call["group"] * channels // call["C"])
 
 
-SOFTMAX = Rule(softmax_lines, same_shape, reads_sizes=False)
+SOFTMAX = Rule(along_others(kinds=()), same_shape, reads_sizes=False)
 SOFTMAX_BACKWARD = Rule(softmax_backward_lines, same_shape, reads_sizes=False)
 LAYER_NORM = Rule(layer_norm_lines, layer_norm_meta)
 LAYER_NORM_BACKWARD = Rule(layer_norm_backward_lines, layer_norm_backward_meta)

@@ -11,10 +11,7 @@ from longmesh.rules.rule import AxisRule, LocalView, OpCall, P, R, Rule, RuleFun
 
 def local_sizes(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """An `input_size` argument is the size of the output, here of one rank's part."""
-    names = call.argument_names
-    args = [call[name] for name in names]
-    args[names.index("input_size")] = [max(n, 1) for n in view.output_shapes[0]]
-    return tuple(args), {}
+    return call.changed(input_size=[max(n, 1) for n in view.output_shapes[0]])
 
 
 def _pool(*cores: int, outputs: int = 1, linear: int | None = None) -> Rule:
@@ -85,8 +82,7 @@ def sampler_backward_lines(call: OpCall) -> list[AxisRule]:
 
 
 def affine_local(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    rows = view.output_shapes[0][0]
-    return (call["theta"], [max(rows, 1), *call["size"][1:]], call["align_corners"]), {}
+    return call.changed(size=[max(view.output_shapes[0][0], 1), *call["size"][1:]])
 
 
 # Ops that resample, with the numbers of spatial dims they come in.

@@ -7,26 +7,18 @@ goes through; its backward puts zeros around them, so there only sums do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from longmesh.errors import LongmeshError
-from longmesh.rules.rule import AxisRule, LocalView, OpCall, Rule
-from longmesh.rules.view import LINEAR, kept, no_lines, other_dims
-from longmesh.spec import Partial
-
-
-def unfold_lines(call: OpCall) -> list[AxisRule]:
-    return kept(call, other_dims(call, [call.dim("dimension")]))
+from longmesh.rules.rule import AxisRule, LocalView, OpCall, Rule, no_lines
+from longmesh.rules.view import LINEAR, along_others, kept, local_sizes, other_dims
 
 
 def diagonal_lines(call: OpCall) -> list[AxisRule]:
-    """The two dims go; the diagonal comes last."""
-    taken = (call.dim("dim1"), call.dim("dim2"))
-    rest = [d for d in range(call.tensors[0].ndim) if d not in taken]
-    return kept(call, [(d, o) for o, d in enumerate(rest)])
+    return kept(call, diagonal_pairs(call, call.tensors[0].ndim))
 
 
 def inverse_lines(
@@ -36,7 +28,8 @@ def inverse_lines(
     return lambda call: kept(call, [(o, i) for i, o in forward(call, len(call.outputs[0].shape))], LINEAR)
 
 
-def _diagonal_pairs(call: OpCall, ndim: int) -> list[tuple[int, int]]:
+def diagonal_pairs(call: OpCall, ndim: int) -> list[tuple[int, int]]:
+    """The dims that diagonal() keeps, and where they go: two dims go, the diagonal comes last."""
     taken = (call["dim1"] % ndim, call["dim2"] % ndim)
     return [(d, o) for o, d in enumerate(d for d in range(ndim) if d not in taken)]
 
@@ -45,26 +38,12 @@ def _unfold_pairs(call: OpCall, ndim: int) -> list[tuple[int, int]]:
     return [(d, d) for d in range(ndim) if d != call["dim"] % max(ndim, 1)]
 
 
-def _embed_pairs(call: OpCall) -> list[AxisRule]:
-    ndim = len(call.outputs[0].shape)
-    return kept(call, [(o, i) for i, o in _diagonal_pairs(call, ndim)], LINEAR)
-
-
-def _backward_sizes(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`input_sizes` is the second argument: the rank's own."""
-    return (call.args[0], list(view.output_shapes[0]), *call.args[2:]), dict(call.kwargs)
-
-
-def to_pairs(call: OpCall) -> list[AxisRule]:
-    return kept(call, other_dims(call, ()), LINEAR)
-
-
 def from_pairs(call: OpCall) -> list[AxisRule]:
     return kept(call, other_dims(call, [call.tensors[0].ndim - 1]), LINEAR)
 
 
-def same_dims(kinds: Sequence[Partial]) -> Callable[[OpCall], list[AxisRule]]:
-    return lambda call: kept(call, other_dims(call, ()), kinds)
+def same_dims(call: OpCall) -> list[AxisRule]:
+    return kept(call, other_dims(call, ()), LINEAR)
 
 
 def bits_lines(call: OpCall) -> list[AxisRule]:
@@ -99,11 +78,6 @@ def _conj_locally(call: OpCall, view: LocalView) -> Callable[..., Any]:
     return torch.conj_physical
 
 
-def split_lines(call: OpCall) -> list[AxisRule]:
-    """The pieces are sharded as the whole is, along any other dim."""
-    return kept(call, other_dims(call, [call.dim()]))
-
-
 def unbind_lines(call: OpCall) -> list[AxisRule]:
     dim = call.dim()
     return kept(call, [(d, d - (d > dim)) for d, _ in other_dims(call, [dim])])
@@ -120,22 +94,20 @@ def roll_lines(call: OpCall) -> list[AxisRule]:
 
 
 RULES: dict[str, Rule] = {
-    "unfold.default": Rule(unfold_lines),
-    "unfold_backward.default": Rule(inverse_lines(_unfold_pairs), local_args=_backward_sizes),
+    "unfold.default": Rule(along_others("dimension")),
+    "unfold_backward.default": Rule(inverse_lines(_unfold_pairs), local_args=local_sizes),
     "diagonal.default": Rule(diagonal_lines),
     "diagonal_copy.default": Rule(diagonal_lines),
-    "diagonal_backward.default": Rule(inverse_lines(_diagonal_pairs), local_args=_backward_sizes),
-    "diag_embed.default": Rule(_embed_pairs),
+    "diagonal_backward.default": Rule(inverse_lines(diagonal_pairs), local_args=local_sizes),
+    "diag_embed.default": Rule(inverse_lines(diagonal_pairs)),
     "as_strided.default": Rule(no_lines, local_op=_as_strided_locally),
     "as_strided_scatter.default": Rule(no_lines),
-    "view_as_real.default": Rule(to_pairs),
+    "view_as_real.default": Rule(same_dims),
     "view_as_complex.default": Rule(from_pairs),
-    **dict.fromkeys(
-        ("_conj.default", "_conj_physical.default"), Rule(same_dims(LINEAR), local_op=_conj_locally)
-    ),
-    **dict.fromkeys(("resolve_conj.default", "resolve_neg.default"), Rule(same_dims(LINEAR))),
-    **dict.fromkeys(("split.Tensor", "split_with_sizes.default"), Rule(split_lines)),
-    **dict.fromkeys(("unsafe_split.Tensor", "unsafe_split_with_sizes.default"), Rule(split_lines)),
+    **dict.fromkeys(("_conj.default", "_conj_physical.default"), Rule(same_dims, local_op=_conj_locally)),
+    **dict.fromkeys(("resolve_conj.default", "resolve_neg.default"), Rule(same_dims)),
+    **dict.fromkeys(("split.Tensor", "split_with_sizes.default"), Rule(along_others())),
+    **dict.fromkeys(("unsafe_split.Tensor", "unsafe_split_with_sizes.default"), Rule(along_others())),
     "view.dtype": Rule(bits_lines),
     "unbind.int": Rule(unbind_lines),
     "flip.default": Rule(flip_lines),

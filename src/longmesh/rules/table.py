@@ -52,23 +52,8 @@ TABLE: dict[str, Rule] = {
 }
 
 
-class RuleRegistry:
-    """Rules that users register, by op name; they come before the table's."""
-
-    def __init__(self) -> None:
-        self._rules: dict[str, Rule] = {}
-
-    def add(self, name: str, rule: Rule) -> None:
-        self._rules[name] = rule
-
-    def remove(self, name: str) -> None:
-        self._rules.pop(name, None)
-
-    def get(self, name: str) -> Rule | None:
-        return self._rules.get(name)
-
-
-registered = RuleRegistry()
+# Rules that users register, by op name; they come before the table's.
+registered: dict[str, Rule] = {}
 
 
 def find_rule(name: str) -> Rule | None:

@@ -12,16 +12,32 @@ A view moves elements and computes nothing, so every kind of pending reduction g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, Rule, S, contiguous, line
+from longmesh.rules.rule import (
+    AVG,
+    MAX,
+    MIN,
+    PRODUCT,
+    AxisRule,
+    LocalView,
+    OpCall,
+    OutMeta,
+    P,
+    Rule,
+    RuleFunction,
+    S,
+    contiguous,
+    line,
+)
 from longmesh.spec import Partial
 
-PENDING: tuple[Partial, ...] = tuple(Partial(op) for op in ("sum", "avg", "min", "max", "product"))
-LINEAR: tuple[Partial, ...] = PENDING[:2]
+PENDING: tuple[Partial, ...] = (P, AVG, MIN, MAX, PRODUCT)
+LINEAR: tuple[Partial, ...] = (P, AVG)
 Group = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -90,12 +106,8 @@ def resolved_size(shape: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
     """`size` with its -1 replaced by what is left over."""
     if -1 not in size:
         return tuple(size)
-    total, known = 1, 1
-    for length in shape:
-        total *= length
-    for length in size:
-        known *= length if length != -1 else 1
-    return tuple(total // max(known, 1) if length == -1 else length for length in size)
+    known = math.prod(length for length in size if length != -1)
+    return tuple(math.prod(shape) // max(known, 1) if length == -1 else length for length in size)
 
 
 def view_meta(call: OpCall) -> tuple[OutMeta, ...]:
@@ -210,9 +222,9 @@ def other_dims(call: OpCall, taken: Sequence[int]) -> list[tuple[int, int]]:
     return [(d, d) for d in range(call.tensors[0].ndim) if d not in taken]
 
 
-def no_lines(call: OpCall) -> list[AxisRule]:
-    """Nothing may be sharded: the op needs all of its inputs."""
-    return []
+def along_others(argument: str = "dim", kinds: Sequence[Partial] = PENDING) -> RuleFunction:
+    """Any dim may be sharded but the one that `argument` names."""
+    return lambda call: kept(call, other_dims(call, [call.dim(argument)]), kinds)
 
 
 VIEW = Rule(view_lines, view_meta, local_op=reshape_locally)
