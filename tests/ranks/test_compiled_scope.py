@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from torch.utils.checkpoint import checkpoint
 
 import longmesh
+from longmesh.attention import ContextParallel, masks
 from longmesh.errors import LongmeshError
 from longmesh.experimental import context_parallel, context_parallel_shard, context_parallel_unshard
 from longmesh.parallel import AttentionParallel, parallelize_module
@@ -182,3 +183,25 @@ def test_what_would_be_local_is_refused(pool):
         assert texts.keys() == expected.keys()
         for name, part in expected.items():
             assert part in texts[name], (name, texts[name])
+
+
+def recomputed_where_a_rank_has_no_tokens():
+    """Each rank compiles a graph of its own; one without tokens must call attention as often as the others."""
+    torch._dynamo.reset()
+    cp = ContextParallel(cpu_mesh(3), seq_len=2, mask=masks.causal(), layout="contiguous", exchange="ring")
+    torch.manual_seed(0)
+    parts = [cp.shard(t, 2).clone() for t in torch.randn(3, 1, 2, 2, 8)]
+
+    def run(q, k, v):
+        return checkpoint(lambda *given: cp(*given).tanh(), q, k, v, use_reentrant=False)
+
+    found = []
+    for function in (run, torch.compile(run, backend="aot_eager")):
+        leaves = [t.clone().requires_grad_() for t in parts]
+        out = function(*leaves)
+        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    return all(torch.allclose(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_recomputed_where_a_rank_has_no_tokens(pool):
+    assert pool.run(recomputed_where_a_rank_has_no_tokens, ranks=3, timeout=120.0) == [True] * 3

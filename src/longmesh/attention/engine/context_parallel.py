@@ -145,6 +145,8 @@ class ContextParallel:
         self._choice: Choice | None = None
         self._has_agreed = False
         self._name = register_caller(self)
+        # Each rank compiles a graph of its own; that of a rank without tokens may call attention more or less often.
+        self.can_be_traced = not any(0 in (*r.ownership.counts, *r.kv_ownership.counts) for r in rows)
 
     # -- other masks -----------------------------------------------------------------------------
 
@@ -238,7 +240,8 @@ class ContextParallel:
         q, k, v = cast_for_autocast(q, k, v)
         run = self._run
         if torch.compiler.is_compiling():
-            if score_mod is None and bias is None and not dropout_p and v is not None:
+            is_plain = score_mod is None and bias is None and not dropout_p and v is not None
+            if is_plain and self.can_be_traced:
                 return attend(q, k, v, sinks, self._name, scale)[0]
             # Not a decorator, which would load the compiler, and take seconds, where nothing is compiled.
             run = cast(Callable[..., Tensor], torch.compiler.disable(run))

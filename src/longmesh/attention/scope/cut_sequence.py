@@ -207,7 +207,7 @@ class CutSequence:
             out = run(other, q, k, v, attn_mask, dropout_p, is_causal, scale)
         elif not torch.compiler.is_compiling():
             out = self._attend(q, k, v, attn_mask, dropout_p, is_causal, scale)
-        elif attn_mask is None and not dropout_p:
+        elif attn_mask is None and not dropout_p and self.lead.can_be_traced:
             out = attend(*cast_for_autocast(q, k, v), None, self._kinds[is_causal].name, scale)[0]
         else:  # the op does not take these: the graph ends here and goes on after the call
             run = cast(Callable[..., Tensor], torch.compiler.disable(self._attend))
