@@ -15,8 +15,8 @@ from longmesh._torch.lookup import missing_names
 PACKAGE = Path(longmesh.__file__).parent
 # Attributes of torch's ops, tensors, modules and autograd nodes; `torch._x` is seen by its first word.
 ATTRIBUTES = {
-    "_schema", "_op", "_overloadpacket", "_version", "_base", "_is_zerotensor", "_parameters", "_buffers", "_modules",
-    "_sequence_nr", "_mesh_resources", "_plugins", "_dynamo_marked_constant",
+    "_schema", "_op", "_overloadpacket", "_version", "_base", "_use_count", "_is_zerotensor", "_parameters", "_buffers",
+    "_modules", "_sequence_nr", "_mesh_resources", "_plugins", "_dynamo_marked_constant",
 }  # fmt: skip
 
 

@@ -397,3 +397,33 @@ def written_expanded(shape, mesh_shape):
 def test_writes_to_expanded_tensors_end_alike_on_every_rank(pool, shape, mesh_shape):
     for found in pool.run(written_expanded, shape, mesh_shape, ranks=torch.Size(mesh_shape).numel()):
         assert found == []
+
+
+def reshaped_base():
+    """A base that gets another shape in place: autograd replays views on what the base is then."""
+    mesh = cpu_mesh(2)
+    errors = []
+    for reshape in (lambda t: t.t_(), lambda t: t.unsqueeze_(0)):
+        x = distribute_tensor(torch.ones(3, 3), mesh, [Shard(1)]).requires_grad_()
+        base = x * 2
+        row = base[0]
+        with pytest.raises(LongmeshError) as raised:
+            reshape(base)
+        errors.append(str(raised.value))
+        del row
+        reshape(base)  # without a view that is alive it is right
+        (base[0] * distribute_tensor(torch.arange(3.0), mesh)).sum().backward()
+        expected = torch.ones(3, 3).requires_grad_()
+        (reshape(expected * 2)[0] * torch.arange(3.0)).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), expected.grad)
+    return errors
+
+
+def test_a_base_with_views_that_needs_a_gradient_keeps_its_shape(pool):
+    for first, second in pool.run(reshaped_base, ranks=2):
+        assert first == (
+            "aten.t_.default of a DTensor of shape (3, 3) that needs a gradient and has views (or was saved for a "
+            "backward): autograd would take them as views of the new shape; use the op that returns a new tensor, or "
+            "make the views afterwards"
+        )
+        assert second.startswith("aten.unsqueeze_.default of a DTensor of shape (3, 3) ")

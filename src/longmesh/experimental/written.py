@@ -13,7 +13,7 @@ from longmesh.rules.rule import OutMeta
 from longmesh.rules.table import registered
 from longmesh.spec import Layout
 from longmesh.tensor.by_rule import describe_call
-from longmesh.tensor.op_facts import rule_name, written_arguments
+from longmesh.tensor.op_facts import bind, rule_name, written_arguments
 from longmesh.tensor.planned import Part, Planned
 from longmesh.tensor.planner import Planner
 from longmesh.tensor.propagate import choose
@@ -81,7 +81,7 @@ def _take(p: Planner, result: Part, number: int, made: tuple[Layout, OutMeta], l
 
 
 def _argument_of(func: OpOverload, alias: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set:
-            return args[position] if position < len(args) else kwargs.get(argument.name)
-    raise AssertionError(f"{schema_of(func)} returns an alias of none of its arguments")
+    arguments = schema_of(func).arguments
+    names = [a.name for a in arguments if a.alias_info and a.alias_info.before_set == alias.before_set]
+    assert names, f"{schema_of(func)} returns an alias of none of its arguments"
+    return bind(func, args, kwargs)[names[0]]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.fx import GraphModule
@@ -43,21 +43,14 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class _Trace:
+class _Trace(NamedTuple):
     """One traced call: the graph of local ops, how its outputs are laid out, their structure, and which of the tensors
     that it was given it writes to."""
 
-    def __init__(
-        self,
-        graph: GraphModule,
-        outputs: list[TensorLayout | None],
-        spec: TreeSpec,
-        written: list[int],
-    ) -> None:
-        self.graph = graph
-        self.outputs = outputs
-        self.spec = spec
-        self.written = written
+    graph: GraphModule
+    outputs: list[TensorLayout | None]
+    spec: TreeSpec
+    written: list[int]
 
 
 class Captured(Generic[Arguments, Result]):

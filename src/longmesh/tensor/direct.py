@@ -17,6 +17,7 @@ import torch
 
 from longmesh._torch import (
     OpOverload,
+    aten,
     dispatch_mode_count,
     function_mode_count,
     functorch_level,
@@ -27,8 +28,6 @@ from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_key import describe, describe_named
 from longmesh.tensor.op_plan import OpPlan, Output, wrap
-
-aten = torch.ops.aten
 
 Method = Callable[..., Any]
 

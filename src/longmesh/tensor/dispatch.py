@@ -139,24 +139,27 @@ class Dispatcher(PlanMaker):
         kwargs: dict[str, Any],
     ) -> Any:
         """The plan of a call whose like was not seen; the result of one that runs as another call."""
-        func = table.func
-        note = None if table.note is None else (table.note(func, args, kwargs),)
-        plain = []
-        if kwargs or table.form in (GENERAL, LIST):
-            plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
-        is_mixed = func in self.mixed
-        if is_mixed and is_split(args, kwargs):
+        func, note = table.func, table.note_of(args, kwargs)
+        if func in self.mixed and is_split(args, kwargs):
             return run_split(self.from_torch, func, args, kwargs)
-        if plain and not is_mixed and table.writes and writes_plain(func, args, kwargs):
+        ready = self._with_layouts(table, args, kwargs)
+        if ready is None:
             args, kwargs = map_tensors(value_of, (args, kwargs))
             return func(*args, **kwargs)
-        if not is_mixed and any(t.ndim for t in plain):
-            args, kwargs = replicate_plain(func, args, kwargs)
-            if note is None:
-                return self.from_torch(func, (), args, kwargs)
-            key = table.key(args, kwargs)
-            return self._run(self._find(table, lead, key, args, kwargs, note), func, args, kwargs)
-        return self._find(table, lead, key, args, kwargs, note)
+        if ready[0] is args:
+            return self._find(table, lead, key, args, kwargs, note)
+        return self._run(self._find(table, lead, table.key(*ready), *ready, note), func, *ready)
+
+    def _with_layouts(
+        self, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments, plain ones as replicated DTensors; None: the op writes scalars to a plain tensor."""
+        plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
+        if not plain or table.func in self.mixed:
+            return args, kwargs
+        if table.writes and writes_plain(table.func, args, kwargs):
+            return None
+        return replicate_plain(table.func, args, kwargs) if any(t.ndim for t in plain) else (args, kwargs)
 
     def _run(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.needs_values and dispatch_mode_count():
@@ -170,7 +173,7 @@ class Dispatcher(PlanMaker):
         key: tuple[Any, ...] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        note: tuple[Any] | None = None,
+        note: tuple[Any] | None,
     ) -> OpPlan:
         """The plan of a call, made where it is not known. With a note it is kept under key and note."""
         if note is not None and key is not None:
@@ -247,15 +250,11 @@ class Dispatcher(PlanMaker):
     def plan_of(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan | None:
         """The plan that a call would run by; None of one that has none: it writes scalars to a plain tensor."""
         table = self.tables.get(id(func)) or self._table(func)
-        note = None if table.note is None else (table.note(func, args, kwargs),)
-        plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
-        is_mixed = func in self.mixed
-        if plain and not is_mixed and table.writes and writes_plain(func, args, kwargs):
+        note, ready = table.note_of(args, kwargs), self._with_layouts(table, args, kwargs)
+        if ready is None:
             return None
-        if not is_mixed and any(t.ndim for t in plain):
-            args, kwargs = replicate_plain(func, args, kwargs)
-        lead = dtensors_of(args, kwargs)[0]._tensor_layout
-        return self._find(table, lead, table.key(args, kwargs), args, kwargs, note)
+        lead = dtensors_of(*ready)[0]._tensor_layout
+        return self._find(table, lead, table.key(*ready), *ready, note)
 
 
 def _keep(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:

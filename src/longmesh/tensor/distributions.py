@@ -127,33 +127,33 @@ def exponential(dtype: torch.dtype, rate: float = 1.0) -> Distribution:
         raise LongmeshError(f"exponential_ with lambd={rate}: the rate must be positive")
     # log(u) / -rate is +0 at u = 1 only for the tiniest u; torch gives no zeros either.
     tiny = torch.finfo(torch.float64 if kind is torch.float64 else torch.float32).tiny
-
-    def convert(bits: torch.Tensor) -> torch.Tensor:
-        return _open_unit(bits).log_().neg_().clamp_(min=tiny).div_(rate)
-
-    return Distribution(_width(kind), convert, ("exponential", (kind, rate)))
+    return Distribution(
+        _width(kind),
+        lambda bits: _open_unit(bits).log_().neg_().clamp_(min=tiny).div_(rate),
+        ("exponential", (kind, rate)),
+    )
 
 
 def geometric(p: float) -> Distribution:
     """Trials up to the first success: 1, 2, ..."""
     if not 0 < p < 1:
         raise LongmeshError(f"geometric_ with p={p}: a probability between 0 and 1, both excluded")
-
-    def convert(bits: torch.Tensor) -> torch.Tensor:
-        return _open_unit(bits).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1)
-
-    return Distribution(64, convert, ("geometric", (p,)))
+    return Distribution(
+        64,
+        lambda bits: _open_unit(bits).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1),
+        ("geometric", (p,)),
+    )
 
 
 def cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Distribution:
     kind = _real(dtype, "cauchy_")
     if not sigma > 0:
         raise LongmeshError(f"cauchy_ with sigma={sigma}: the scale must be positive")
-
-    def convert(bits: torch.Tensor) -> torch.Tensor:
-        return _open_unit(bits).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median)
-
-    return Distribution(_width(kind), convert, ("cauchy", (kind, median, sigma)))
+    return Distribution(
+        _width(kind),
+        lambda bits: _open_unit(bits).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median),
+        ("cauchy", (kind, median, sigma)),
+    )
 
 
 def log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Distribution:

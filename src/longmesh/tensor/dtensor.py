@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import (
+    aten,
     functorch_level,
     is_traced_value,
     is_transformed,
@@ -43,8 +44,6 @@ from longmesh.tensor.view_route import check_view
 if TYPE_CHECKING:
     from longmesh.tensor.sending_steps import Reduced
     from longmesh.tensor.view_origin import ViewOrigin
-
-aten = torch.ops.aten
 
 ShardOrderLike = Iterable[tuple[int, Sequence[int]]]
 # What a compiler knows of a DTensor beside its part: the last says that it is a copied view, and given from outside.
@@ -287,7 +286,8 @@ class DTensor(torch.Tensor):
             autograd.apply_lookup_mask(self)
 
     def __tensor_flatten__(self) -> tuple[list[str], FlatContext]:
-        autograd.current_part(self)
+        if self._origin is None or self._origin.func is not None:
+            autograd.current_part(self)
         is_given_view = self._origin is not None and not is_traced_value(self._origin.base._local_tensor)
         return ["_local_tensor"], (self._mesh, self._layout, type(self), is_given_view)
 
@@ -298,6 +298,8 @@ class DTensor(torch.Tensor):
         local, (mesh, layout, kind, is_given_view) = inner["_local_tensor"], context
         result = DTensor(local, mesh, layout, outer_size, outer_stride, local.requires_grad)
         result.__class__ = kind
+        if is_traced_value(local):
+            view_origin.given_to_traces[result] = True
         if is_given_view:
             view_origin.forget_base(result)
         return result

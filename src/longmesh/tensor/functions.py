@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from longmesh._torch import (
+    aten,
     below_autograd,
     dispatch_mode_count,
     functorch_level,
@@ -34,8 +35,6 @@ from longmesh.rules.product import einsum_terms, matmul_backward
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.dtensor import DTensor, Factor
 from longmesh.tensor.plain import in_attention
-
-aten = torch.ops.aten
 
 Function = Callable[..., Any]
 

@@ -10,7 +10,7 @@ Pure: nothing is sent, and every rank makes the same plan from the same call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,18 +40,16 @@ Family = Callable[[Planner, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
 
 
-class Recipe:
-    """How an op runs whatever the sizes: of a rule that doesn't read them, where no input has to move."""
+class Recipe(NamedTuple):
+    """How an op runs whatever the sizes: of a rule that doesn't read them, where no input has to move. `model`: the
+    plan of the call that it was made for. Where the local call is the op itself, others differ in their outputs alone.
+    """
 
-    __slots__ = ("choice", "facts", "func", "model", "rule")
-
-    def __init__(self, func: OpOverload, facts: OpFacts, rule: Rule, choice: Choice, model: OpPlan) -> None:
-        self.func = func
-        self.facts = facts
-        self.rule = rule
-        self.choice = choice
-        # Of the call that it was made for. Where the local call is the op itself, others differ in their outputs alone.
-        self.model = model
+    func: OpOverload
+    facts: OpFacts
+    rule: Rule
+    choice: Choice
+    model: OpPlan
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], lead: TensorLayout) -> OpPlan | None:
         """The plan of a call with other sizes; None where an in-place op can't write there."""

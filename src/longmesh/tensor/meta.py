@@ -22,6 +22,28 @@ def even_global_shape(layout: Layout, local_shape: Sequence[int]) -> tuple[int, 
     return tuple(shape)
 
 
+def joined_shape(
+    shapes: dict[tuple[int, ...], list[int]], layout: Layout, what: str, remedy: str
+) -> tuple[int, ...]:
+    """The global shape that the parts of all coordinates make up together. Raises on all ranks or on none."""
+    if len({len(part) for part in shapes.values()}) > 1:
+        raise LongmeshError(
+            f"{what}: the ranks' parts differ in their number of dims: {list(shapes.values())}"
+        )
+    shape = list(shapes[(0,) * layout.mesh.ndim])
+    for dim, axes in layout.shard_order:
+        others = [c for c in shapes if not any(place for a, place in enumerate(c) if a not in axes)]
+        shape[dim] = sum(shapes[c][dim] for c in others)
+    for coordinate, have in shapes.items():
+        want = list(layout.local_shape(shape, coordinate))
+        if have != want:
+            raise LongmeshError(
+                f"{what} laid out as {layout} on {layout.mesh} would have the shape {tuple(shape)}, of which "
+                f"coordinate {coordinate} holds {tuple(want)}, but its part is {tuple(have)}; {remedy}"
+            )
+    return tuple(shape)
+
+
 def global_stride(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
     """The stride of a dense tensor of `shape` whose dims are in memory as those of `local` do.
 

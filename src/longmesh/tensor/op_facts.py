@@ -50,6 +50,13 @@ def facts_of(func: OpOverload) -> OpFacts:
     )
 
 
+def bind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, defaults included."""
+    arguments = schema_of(func).arguments
+    defaults = {a.name: a.default_value for a in arguments}
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
 def out_names(func: OpOverload) -> list[str]:
     """The arguments that the op writes its results to: `out`, or one name for each of several."""
     return [a.name for a in schema_of(func).arguments if a.is_out]
@@ -107,11 +114,9 @@ def run_on_meta(call: OpCall) -> tuple[OutMeta, ...]:
 
 def written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The values of the arguments that the op's schema says it writes to."""
-    found: list[Any] = []
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return found
+    given = bind(func, args, kwargs)
+    arguments = schema_of(func).arguments
+    return [given[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def rule_name(func: OpOverload) -> str:

@@ -21,7 +21,7 @@ from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_facts import is_pointwise
 from longmesh.tensor.tensor_layout import TensorLayout
 
-# What a plan depends on beyond the key, hashable; asked before anything else.
+# What a plan depends on beyond the key, hashable.
 Note = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 # Stands in a key for a plain tensor that is not a scalar.
@@ -57,6 +57,10 @@ class OpTable:
                 and str(argument.type).startswith("List")
             ]
         )
+
+    def note_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+        """What a plan of this call depends on beyond its key, if there is anything; asked before all else."""
+        return None if self.note is None else (self.note(self.func, args, kwargs),)
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """The key of a call; None where it has symbolic sizes, which don't hash."""

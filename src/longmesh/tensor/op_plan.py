@@ -6,6 +6,7 @@ cumsum, sharded dim  LocalCall(scan), Gather(totals), LocalCall(add) -> S(0)
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh._torch import OpOverload, make_quickly, no_dispatch
+from longmesh._torch import OpOverload, base_of, is_tracing, make_quickly, no_dispatch, reference_count
+from longmesh.errors import LongmeshError
 from longmesh.rules.lookup import Masked
 from longmesh.spec import Layout
 from longmesh.tensor.dtensor import DTensor, wrap as wrap_tensor
@@ -26,6 +28,7 @@ from longmesh.tensor.tree import all_tensors, map_tensors
 from longmesh.tensor.view_origin import remember_origin
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Output:
     """One tensor that an op gives: its slot, mesh, layout, global shape and stride.
 
@@ -34,26 +37,14 @@ class Output:
     when the dtype is first seen, if it says all.
     """
 
-    __slots__ = ("is_alias", "known", "layout", "mesh", "shape", "shares", "slot", "stride")
-
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        layout: Layout,
-        shape: tuple[int, ...] | None,
-        stride: tuple[int, ...] | None,
-        slot: int = -1,
-        shares: int | None = None,
-        is_alias: bool = False,
-    ) -> None:
-        self.mesh = mesh
-        self.layout = layout
-        self.shape = shape
-        self.stride = stride
-        self.slot = slot
-        self.shares = shares
-        self.is_alias = is_alias
-        self.known: TensorLayout | None = None
+    mesh: DeviceMesh
+    layout: Layout
+    shape: tuple[int, ...] | None
+    stride: tuple[int, ...] | None
+    slot: int = -1
+    shares: int | None = None
+    is_alias: bool = False
+    known: TensorLayout | None = None
 
 
 # In the place of a result that is not one new tensor: it has no layout that could be known.
@@ -179,11 +170,29 @@ def replace_target(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: DTensor
 ) -> DTensor:
     """An in-place view: the tensor it is called on gets the view's sizes and local tensor."""
+    target = args[0]
+    if target.requires_grad and _has_views(target):
+        raise LongmeshError(
+            f"{func} of a DTensor of shape {tuple(target.shape)} that needs a gradient and has views (or was saved for "
+            "a backward): autograd would take them as views of the new shape; use the op that returns a new tensor, or "
+            "make the views afterwards"
+        )
     with no_dispatch():
         func(*args, **kwargs)  # the wrapper's own sizes and strides
-    target = args[0]
     target._local_tensor, target._tensor_layout = result._local_tensor, result._tensor_layout
     return target
+
+
+# References to a tensor whose in-place op is running, at the most; a view of it adds two.
+_HELD_BY_OPS = 4
+
+
+def _has_views(tensor: DTensor) -> bool:
+    """Whether a view of the tensor is alive, or a node of autograd has saved it. The same on every rank."""
+    if base_of(tensor) is not None or is_tracing() or reference_count(tensor) <= _HELD_BY_OPS:
+        return False
+    gc.collect()  # what is dead may still be there on some ranks
+    return reference_count(tensor) > _HELD_BY_OPS
 
 
 def fill_result(value: Any, frame: Frame) -> Any:

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh._torch import OpOverload, no_dispatch_modes
+from longmesh._torch import OpOverload
 from longmesh.errors import LongmeshError
+from longmesh.rules import Meta, OpCall
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import gradient_layout
 from longmesh.tensor.dtensor import DTensor, wrap
 from longmesh.tensor.mask_buffer import without_mask
+from longmesh.tensor.op_facts import result_on_meta
 from longmesh.tensor.op_plan import NOTHING, Given, OpPlan, Output
 from longmesh.tensor.random import Drawing, next_key
 from longmesh.tensor.steps import LocalCall, RunOps, Slot
@@ -86,8 +88,12 @@ def _outputs_of(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: d
     """The result's structure, with an Output for each tensor: shapes and dtypes of the op on global shapes."""
     mesh = next(t._mesh for t in all_tensors((args, kwargs)) if isinstance(t, DTensor))
     if type(plan.result) is Slot:  # a number
-        _refuse(func, mesh)
-    structure = _on_meta(func, args, kwargs, mesh)
+        raise _refusal(func, mesh)
+    args, kwargs = map_tensors(lambda t: Meta(0, t.shape, t.stride(), t.dtype), (args, kwargs))
+    try:
+        structure = result_on_meta(OpCall(func, args, kwargs, ()))
+    except (RuntimeError, NotImplementedError) as error:
+        raise _refusal(func, mesh) from error
     metas = all_tensors(structure)
     planned: list[Output] = list(plan.outputs)
     if not planned:
@@ -105,29 +111,11 @@ def _outputs_of(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: d
     return map_tensors(lambda _: next(following), structure)
 
 
-def _on_meta(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-    with no_dispatch_modes(), torch.no_grad():
-        args, kwargs = map_tensors(empty, (args, kwargs))
-        if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("meta")
-        try:
-            return func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            raise _refusal(func, mesh) from error
-
-
 def _refusal(func: Any, mesh: DeviceMesh) -> LongmeshError:
     return LongmeshError(
         f"{func} on rank {dist.get_rank()}, which is not in the mesh {mesh.mesh.tolist()}: its result depends on data, "
         "and this rank has none of it; call it on the mesh's ranks only (`if mesh.get_coordinate() is not None:`)"
     )
-
-
-def _refuse(func: Any, mesh: DeviceMesh) -> None:
-    raise _refusal(func, mesh)
 
 
 def results_outside(given: Sequence[DTensor], results: Sequence[TensorLayout]) -> list[DTensor]:

@@ -30,12 +30,22 @@ from longmesh.tensor.tensor_layout import TensorLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Redistribute(Step):
-    """A value laid out as `have` goes to `layout`. `input`: the tensor argument that it is; None: it was computed.
-    `remembers`: the input keeps the result, as its reduced value."""
+class FromSlot(Step):
+    """A step that makes of what is in one slot what goes to another."""
 
     source: int
     out: int
+
+    @property
+    def reads(self) -> Sequence[int]:
+        return [self.source]
+
+
+@dataclass(frozen=True, slots=True)
+class Redistribute(FromSlot):
+    """A value laid out as `have` goes to `layout`. `input`: the tensor argument that it is; None: it was computed.
+    `remembers`: the input keeps the result, as its reduced value."""
+
     have: TensorLayout
     layout: Layout
     input: int | None
@@ -44,10 +54,6 @@ class Redistribute(Step):
     @property
     def plan(self) -> RedistributePlan:
         return self.have.route(self.layout)
-
-    @property
-    def reads(self) -> Sequence[int]:
-        return [self.source]
 
     def run(self, frame: Frame) -> None:
         local = frame.values[self.out] = run_plan(self.plan, frame.values[self.source], self.have.comm)
@@ -139,17 +145,11 @@ class Exchange(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Gather(Step):
+class Gather(FromSlot):
     """What the members of a group hold, one shape on all of them, stacked in a new first dim."""
 
-    source: int
-    out: int
     group: AxisGroup
     num_bytes: int
-
-    @property
-    def reads(self) -> Sequence[int]:
-        return [self.source]
 
     def run(self, frame: Frame) -> None:
         local, size = frame.values[self.source], self.group.size
@@ -172,21 +172,15 @@ class Gather(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Halo(Step):
+class Halo(FromSlot):
     """The rows `need` of a dim of which this rank has the rows `have`; with `home`, their gradients go back."""
 
-    source: int
-    out: int
     dim: int
     have: tuple[Rows, ...]
     need: tuple[Rows, ...]
     group: AxisGroup
     home: bool
     row_bytes: int
-
-    @property
-    def reads(self) -> Sequence[int]:
-        return [self.source]
 
     def run(self, frame: Frame) -> None:
         carry = return_rows if self.home else fetch_rows

@@ -20,19 +20,15 @@ from longmesh._torch import OpOverload
 from longmesh.tensor.tree import map_tensors
 
 
+@dataclass(slots=True, eq=False)
 class Frame:
     """A plan while it runs: local tensors by slot, and the call that it runs for. The first slots are the call's
     tensors, in order."""
 
-    __slots__ = ("args", "kwargs", "tensors", "values")
-
-    def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any], values: list[Any]
-    ) -> None:
-        self.args = args
-        self.kwargs = kwargs
-        self.tensors = tensors
-        self.values = values
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Any]
+    values: list[Any]
 
 
 class Slot(NamedTuple):

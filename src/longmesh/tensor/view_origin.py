@@ -20,22 +20,23 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from longmesh._torch import (
     OpOverload,
+    aten,
     below_autograd,
     increment_version,
     is_out_of_trace,
     schema_of,
+    write_count,
 )
 from longmesh.comm import run_plan
 from longmesh.errors import LongmeshError
 from longmesh.tensor.dtensor import DTensor, wrap
-from longmesh.tensor.op_facts import functional_form, is_view, written_arguments
+from longmesh.tensor.op_facts import bind, functional_form, is_view, written_arguments
 from longmesh.tensor.sending_steps import version_of
 from longmesh.tensor.tree import all_tensors
-
-aten = torch.ops.aten
 
 
 class ViewOrigin(NamedTuple):
@@ -63,10 +64,8 @@ def _remember(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    arguments = schema_of(func).arguments[1:]
-    given = {a.name: a.default_value for a in arguments}
-    given.update(zip(given, args[1:], strict=False))
-    given.update(kwargs)
+    _, *others = bind(func, args, kwargs).items()
+    given = dict(others)
     views = result if isinstance(result, (list, tuple)) else [result]
     version = version_of(counted)
     start = 0
@@ -83,10 +82,17 @@ def _remember(
         view._tensor_layout = view._tensor_layout.as_copied_view(True)
 
 
+# The DTensors that functions which are being traced were given.
+given_to_traces: Any = WeakTensorKeyDictionary()
+
+
 def forget_base(view: DTensor) -> None:
     """In a compiled function: `view` is a copied view that it was given, and its base is outside."""
     alias = _alias(view)
-    view._origin = ViewOrigin(alias, None, {}, alias, version_of(alias))
+    seen: Any = WeakTensorKeyDictionary()  # those of earlier traces may have been written to
+    for tensor in given_to_traces:
+        seen[tensor] = write_count(tensor)
+    view._origin = ViewOrigin(alias, None, {"seen": seen}, alias, version_of(alias))
     view._tensor_layout = view._tensor_layout.as_copied_view(True)
 
 
@@ -98,15 +104,27 @@ def _alias(tensor: DTensor) -> DTensor:
 
 
 def is_outdated(tensor: DTensor) -> bool:
-    """Whether it is a view that has to be read again before its local tensor is used."""
+    """Whether it is a view that has to be read again before its local tensor is used. Of a view whose base is not known
+    here: whether a tensor was written to that may be its base."""
     origin = tensor._origin
-    return origin is not None and origin.version != version_of(origin.counted)
+    if origin is None:
+        return False
+    if origin.func is None:
+        seen = origin.given["seen"]
+        return any(write_count(t) != seen.get(t, 0) and t._mesh == tensor._mesh for t in given_to_traces)
+    return origin.version != version_of(origin.counted)
 
 
 def refresh(view: DTensor) -> None:
     """Read a view again if there were writes to its base. Collective where the view op is."""
     if is_outdated(view):
         assert view._origin is not None
+        if view._origin.func is None:
+            raise LongmeshError(
+                f"a compiled function reads a view of shape {tuple(view.shape)} that it was given, and that had to be "
+                "copied, after it has written to another tensor that it was given, which may be its base: the copy may "
+                "be outdated; take the view inside of the function, or give it view.clone()"
+            )
         if is_out_of_trace(view._local_tensor):
             raise LongmeshError(
                 f"a compiled function returns a view of shape {tuple(view.shape)} that it has written to, and had to "

@@ -11,21 +11,13 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload, schema_of
+from longmesh._torch import OpOverload, aten, schema_of
 from longmesh.spec import Layout, Replicate
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.pieces import (
-    as_dims,
-    bind,
-    reduced_layout,
-    reduced_shape,
-    sharding_axes,
-    stand_in,
-)
+from longmesh.tensor.op_facts import bind
+from longmesh.tensor.ops.pieces import as_dims, reduced_layout, reduced_shape, sharding_axes, stand_in
 from longmesh.tensor.planned import Part, Planned
 from longmesh.tensor.planner import USUAL, Planner
-
-aten = torch.ops.aten
 
 Found = tuple[torch.Tensor, torch.Tensor]
 

@@ -27,7 +27,7 @@ from longmesh.attention.layout.given import Given
 from longmesh.comm.groups import AxisGroup
 from longmesh.spec import Layout
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.pieces import bind
+from longmesh.tensor.op_facts import bind
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import USUAL, Planner
 

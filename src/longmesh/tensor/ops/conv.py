@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload
+from longmesh._torch import OpOverload, aten
 from longmesh.comm.groups import MeshComm
 from longmesh.plan import Cluster
 from longmesh.rules import Meta, OpCall, OutMeta
@@ -35,8 +35,6 @@ from longmesh.tensor.ops.halo import Border, borders_of, fetch, padded, send_hom
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import USUAL, Planner
 from longmesh.tensor.propagate import Choice, choose
-
-aten = torch.ops.aten
 
 
 def convolution(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

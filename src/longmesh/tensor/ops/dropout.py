@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload
+from longmesh._torch import OpOverload, aten
 from longmesh.spec import Partial
 from longmesh.tensor import distributions
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.pieces import bind
+from longmesh.tensor.op_facts import bind
 from longmesh.tensor.ops.random import draw_like, overwrite
 from longmesh.tensor.planner import Planner
-
-aten = torch.ops.aten
 
 
 def native_dropout(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

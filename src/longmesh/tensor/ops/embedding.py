@@ -20,8 +20,8 @@ from longmesh.rules.scatter import own_or_spare
 from longmesh.spec import Layout, MaskPartial, Partial, Placement, Replicate, Shard
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.make_plan import COPIES, Family
+from longmesh.tensor.op_facts import bind
 from longmesh.tensor.op_key import Note
-from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import USUAL, Planner
 

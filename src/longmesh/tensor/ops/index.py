@@ -12,7 +12,7 @@ from longmesh.errors import LongmeshError
 from longmesh.rules.index import slice_range
 from longmesh.spec import Coordinate
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.pieces import bind
+from longmesh.tensor.op_facts import bind
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import USUAL, Planner
 

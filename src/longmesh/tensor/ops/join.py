@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload
+from longmesh._torch import OpOverload, aten
 from longmesh.comm.intervals import Interval
 from longmesh.spec import Coordinate
 from longmesh.tensor.autograd import gradient_layout
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.pieces import bind
+from longmesh.tensor.op_facts import bind
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import USUAL, Planner
-
-aten = torch.ops.aten
 
 
 def cat(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,8 @@ from longmesh._torch import OpOverload, aten
 from longmesh.rules.lookup import can_read, refuse_unread
 from longmesh.spec import Partial
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.pieces import bind, reduced_layout
+from longmesh.tensor.op_facts import bind
+from longmesh.tensor.ops.pieces import reduced_layout
 from longmesh.tensor.plain import expect_lengths
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import Planner

@@ -1,5 +1,4 @@
-"""What a plan needs to work along a sharded dim: its arguments by name, who holds which piece, and a gather
-of small per-piece results.
+"""What a plan needs to work along a sharded dim: who holds which piece, and what becomes of layouts and shapes.
 
 Which pieces are empty follows from the layout, so every rank knows it of every other: their results are
 dropped after the gather, never before.
@@ -12,17 +11,7 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload, schema_of
 from longmesh.spec import Layout, Placement, Shard
-
-
-def bind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, defaults included."""
-    bound: dict[str, Any] = {}
-    for position, argument in enumerate(schema_of(func).arguments):
-        given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-        bound[argument.name] = given
-    return bound
 
 
 def as_dims(given: Any, ndim: int) -> tuple[int, ...]:
@@ -45,6 +34,14 @@ def as_dims(given: Any, ndim: int) -> tuple[int, ...]:
 def sharding_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
     """The mesh axes that shard any of `dims`, sorted."""
     return tuple(sorted(axis for dim in dims for axis in layout.shard_axes(dim)))
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a type is computed in: half precision in float32, as in torch's kernels."""
+    return torch.float32 if dtype in _HALVES else dtype
 
 
 def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool, pending: Placement) -> Layout:

@@ -13,17 +13,15 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload, schema_of
+from longmesh._torch import OpOverload, aten, schema_of
 from longmesh.rules.window import Slide, window_size
 from longmesh.spec.placement import identity_of
 from longmesh.tensor.autograd import gradient_layout
 from longmesh.tensor.make_plan import Family
+from longmesh.tensor.op_facts import bind
 from longmesh.tensor.ops.halo import Border, borders_of, fetch, fetched_shape, padded, send_home
-from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import USUAL, Planner
-
-aten = torch.ops.aten
 
 
 class Pool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload, schema_of
+from longmesh._torch import OpOverload, aten, schema_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial
 from longmesh.spec.placement import identity_of
@@ -20,12 +20,10 @@ from longmesh.tensor import distributions
 from longmesh.tensor.autograd import gradient_layout
 from longmesh.tensor.distributions import Distribution
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.pieces import bind
+from longmesh.tensor.op_facts import bind
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import Planner
 from longmesh.tensor.random import Drawing, keeps_value, next_key, sample, std_of_parts
-
-aten = torch.ops.aten
 
 Arguments = dict[str, Any]
 Maker = Callable[[torch.dtype, Arguments], Distribution]

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload
+from longmesh._torch import OpOverload, aten
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
 from longmesh.tensor.make_plan import Family
+from longmesh.tensor.op_facts import bind
 from longmesh.tensor.op_plan import Whole
-from longmesh.tensor.ops.pieces import bind
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import Planner
-
-aten = torch.ops.aten
 
 _BATCH = 1  # of the input and the output; of a state it is the first
 _WEIGHTS = 4

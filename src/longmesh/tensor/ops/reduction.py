@@ -11,24 +11,21 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload, schema_of
+from longmesh._torch import OpOverload, aten, schema_of
 from longmesh.spec import Partial
 from longmesh.tensor.make_plan import Family
+from longmesh.tensor.op_facts import bind
 from longmesh.tensor.ops.pieces import (
     as_dims,
-    bind,
     reduced_layout,
     reduced_shape,
     sharding_axes,
     stand_in,
+    wide_dtype,
 )
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import USUAL, Planner
 from longmesh.tensor.tree import map_tensors
-
-aten = torch.ops.aten
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def variance(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,7 +37,7 @@ def variance(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
         return USUAL
     correction = 1 if given["correction"] is None else given["correction"]
     dtype, keepdim = x.dtype, given["keepdim"]
-    wide = p.reduced(x).to(torch.float32) if dtype in _HALVES else p.reduced(x)
+    wide = p.reduced(x).to(wide_dtype(dtype))
     mean = p.reduced(wide.mean(dims, keepdim=True))
     distance = wide - mean
     squares = distance.abs().square() if x.is_complex() else distance.square()
@@ -66,10 +63,8 @@ def vector_norm(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dic
     if order in (0, 1) or math.isinf(order) or not x.numel() or not sharding_axes(x._layout, dims):
         return USUAL
     x = p.reduced(x)
-    dtype = (given["dtype"] or x.dtype).to_real()
-    wide = given["dtype"] or x.dtype
-    wide = torch.float32 if wide in _HALVES else wide
-    keepdim = given["keepdim"]
+    dtype, keepdim = given["dtype"] or x.dtype, given["keepdim"]
+    wide = wide_dtype(dtype)
 
     def powers(local: torch.Tensor) -> torch.Tensor:
         norm = func(stand_in(local, dims), order, list(dims), keepdim, dtype=wide)
@@ -78,7 +73,7 @@ def vector_norm(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dic
     shape = reduced_shape(x.shape, dims, keepdim)
     layout = reduced_layout(x._layout, dims, keepdim, Partial())
     total = p.wrap(p.local(powers, x), x, layout=layout, shape=shape, dtype=wide.to_real())
-    return p.reduced(total).pow(1 / order).to(dtype)
+    return p.reduced(total).pow(1 / order).to(dtype.to_real())
 
 
 def log_sum_exp(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +84,7 @@ def log_sum_exp(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dic
     if not x.numel() or not sharding_axes(x._layout, dims) or x.is_complex():
         return USUAL
     dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-    wide = p.reduced(x).to(torch.float32 if dtype in _HALVES else dtype)
+    wide = p.reduced(x).to(wide_dtype(dtype))
     top = p.reduced(wide.amax(dims, keepdim=True))
     top = top.masked_fill(top.abs() == math.inf, 0.0)
     result = p.reduced((wide - top).exp().sum(dims, keepdim=True)).log() + top

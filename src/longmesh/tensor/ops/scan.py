@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload
+from longmesh._torch import OpOverload, aten
 from longmesh.spec import Partial
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.pieces import as_dims, bind, reduced_layout, sharding_axes
+from longmesh.tensor.op_facts import bind
+from longmesh.tensor.ops.pieces import as_dims, reduced_layout, sharding_axes
 from longmesh.tensor.planned import Part, Planned
 from longmesh.tensor.planner import USUAL, Planner
-
-aten = torch.ops.aten
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -15,23 +15,19 @@ import torch
 
 from longmesh._torch import OpOverload, aten
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.pieces import as_dims, sharding_axes
+from longmesh.tensor.ops.pieces import as_dims, sharding_axes, wide_dtype
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import USUAL, Planner
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def widened(p: Planner, tensor: Any) -> torch.Tensor:
     whole = p.reduced(tensor)
-    return whole.to(torch.float32) if whole.dtype in _HALVES else whole
+    return whole.to(wide_dtype(whole.dtype))
 
 
 def softmax(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """_softmax and _log_softmax."""
     x, dim, half_to_float = args
-    if dim in range(-x.ndim, x.ndim) and dim % x.ndim not in x._layout.shard_dims:
-        return USUAL
     dims = as_dims(dim, x.ndim)
     if not x.numel() or not sharding_axes(x._layout, dims) or not x.is_floating_point():
         return USUAL

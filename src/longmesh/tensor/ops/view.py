@@ -17,7 +17,7 @@ from longmesh._torch import OpOverload, aten
 from longmesh.rules.view import resolved_size, view_groups
 from longmesh.spec import Coordinate, Layout
 from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.pieces import bind
+from longmesh.tensor.op_facts import bind
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import USUAL, Planner
 from longmesh.tensor.view_route import ViewRoute, view_route
