@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from longmesh import DTensor, Replicate, Shard, distribute_tensor
+from longmesh.errors import LongmeshError
 from longmesh.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -159,3 +161,66 @@ def test_sequence_parallel(pool, ranks):
     """A DTensor of 5 rows on 4 ranks: one rank has none."""
     for as_dtensor in (False, True):
         assert pool.run(run_norms, as_dtensor, ranks=ranks) == [[True] * 5] * ranks
+
+
+class SequenceBlock(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(6, 6), norm(6), nn.Identity()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.down(torch.relu(self.up(self.norm(h + self.drop(h)))))
+
+
+def plain_shards_of_unequal_sizes(norm, local, tokens):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    torch.manual_seed(0)
+    plain = SequenceBlock(norm)
+    plan = {
+        "first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "drop": SequenceParallel(use_local_output=True),
+        "norm": SequenceParallel(use_local_output=local),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(),
+    }
+    model = parallelize_module(copy.deepcopy(plain), mesh, plan)
+    x = torch.randn(2, tokens, 6)
+    for _ in range(2):
+        out, want = model(x), plain(x)
+        torch.testing.assert_close(out, want)
+        out.square().sum().backward()
+        want.square().sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+    return True
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_plain_shards_of_unequal_sizes_between_styles(pool, ranks):
+    for norm in (nn.LayerNorm, nn.RMSNorm):
+        for local in (True, False):
+            for tokens in (5, 1):
+                args = (plain_shards_of_unequal_sizes, norm, local, tokens)
+                assert pool.run(*args, ranks=ranks) == [True] * ranks
+
+
+def plain_shards_that_are_no_chunks():
+    """The first rank has the smaller part: refused on both."""
+    mesh = init_device_mesh("cpu", (2,))
+    give = parallelize_module(nn.Linear(4, 4), mesh, RowwiseParallel(output_layouts=Shard(0)))
+    assert len(give(torch.ones(5, 2))) == 3 - mesh.get_rank()
+    take = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel(input_layouts=Shard(0)))
+    with pytest.raises(LongmeshError) as raised:
+        take(torch.ones(2 + mesh.get_rank(), 4))
+    return str(raised.value)
+
+
+def test_plain_shards_that_are_no_chunks_are_refused(pool):
+    expected = (
+        "ColwiseParallel of Linear: the input laid out as S(0) on MeshShape((2,)) would have the shape (5, 4), of "
+        "which coordinate (0,) holds (3, 4), but its part is (2, 4); pass the shard that chunking gives each rank, or "
+        "DTensors"
+    )
+    assert pool.run(plain_shards_that_are_no_chunks, ranks=2) == [expected] * 2

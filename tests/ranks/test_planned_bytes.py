@@ -1,23 +1,28 @@
 """The bytes that a recorder sees are the bytes of the plan, exactly: of every op, and of every module style."""
 
 import copy
+from types import MethodType
 
 import pytest
 import torch
 from torch import nn
 
 from longmesh import Partial, Replicate, Shard, distribute_tensor
+from longmesh.attention import masks, plan_attention
+from longmesh.attention.execute.route import Route
 from longmesh.comm import record_comm
 from longmesh.debug import explain
 from longmesh.debug.explanation import Redistribution
 from longmesh.debug.op_watch import OpWatch
 from longmesh.parallel import (
+    AttentionParallel,
     ColwiseParallel,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from longmesh.testing import cpu_mesh
@@ -182,3 +187,78 @@ def partial_bytes():
     with ByteCheck() as check:
         x.relu(), x.amax(0), low.exp(), low.amax(), (x > 0).all(), x.std()
     return check.wrong, check.num_ops, check.num_sending
+
+
+def fused_plans(options, *layouts):
+    """The plans of several ops with these options, of tensors laid out so: their keys begin with what planned them."""
+    found = [item for own in layouts for item in own.plans.items() if isinstance(item[0][0], MethodType)]
+    return [plan for key, plan in found if key[1][0] == options]
+
+
+def loss_bytes(mesh_shape, placements, options):
+    mesh = cpu_mesh(*mesh_shape)
+    torch.manual_seed(0)
+    logits = distribute_tensor(torch.randn(6, 7), mesh, placements).requires_grad_()
+    with record_comm() as forward, loss_parallel():
+        loss = nn.functional.cross_entropy(logits, torch.tensor([1, 6, 0, 2, 2, 5]), **options)
+    whole = loss.redistribute(placements=[Replicate()] * mesh.ndim)
+    with record_comm() as backward:
+        torch.autograd.grad(loss, logits, torch.ones_like(whole))
+    given = (-100, options.get("reduction", "mean"), options.get("label_smoothing", 0.0))
+    plans = fused_plans(given, logits._tensor_layout, whole._tensor_layout)
+    assert len(plans) == 2
+    return [plan.sent_bytes for plan in plans], [forward.total_bytes, backward.total_bytes]
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"reduction": "sum", "label_smoothing": 0.1}])
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements"), [((2,), [Shard(1)]), ((3,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)])]
+)
+def test_loss_parallel(pool, mesh_shape, placements, options):
+    for planned, sent in pool.run(
+        loss_bytes, mesh_shape, placements, options, ranks=torch.Size(mesh_shape).numel()
+    ):
+        assert planned == sent and sent[0] > 0
+
+
+class SelfAttention(nn.Module):
+    def forward(self, x):
+        q, k, v = x.view(*x.shape[:2], 2, 4).transpose(1, 2).expand(3, -1, -1, -1, -1).clone()
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def attention_bytes(layout, exchange):
+    """The rows that travel in attention, forward and backward; the rest is the ranks' word that all is in order."""
+    mesh, seq_len = cpu_mesh(3), 20
+    style = AttentionParallel(seq_len=seq_len, mask=masks.causal(), layout=layout, exchange=exchange)
+    module = parallelize_module(SelfAttention(), mesh, style)
+    sizes = {"num_heads": 2, "head_dim": 4, "dtype_bytes": 4}
+    plan = plan_attention(
+        seq_len=seq_len, ranks=3, mask=masks.causal(), layout=layout, exchange=exchange, **sizes
+    )
+    rank = mesh.get_rank()
+    tokens = sum(stop - start for start, stop in plan.rows[0].ownership.pieces[rank])
+    x = torch.randn(1, tokens, 8, requires_grad=True)
+    sent = []
+    with record_comm() as log:
+        out = module(x)
+    sent.append(sum(e.sent_bytes for e in log.events if e.kind in ("all_to_all", "send_receive")))
+    with record_comm() as log:
+        out.sum().backward()
+    sent.append(log.total_bytes)
+    route = Route(plan.rows[0], rank, (0, 1, 2), (rank,))
+    rows = sum(
+        sum(move.send_counts) - move.send_counts[rank]
+        for move in (*route.keys, *route.home)
+        if move is not None
+    )
+    return sent, [plan.stats()[rank].sent_bytes, rows * 2 * (4 + 4) * 4]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("exchange", ["ring", "sparse"])
+def test_attention_parallel(pool, layout, exchange):
+    results = pool.run(attention_bytes, layout, exchange, ranks=3)
+    for sent, planned in results:
+        assert sent == planned
+    assert sum(sent[0] for sent, _ in results) > 0

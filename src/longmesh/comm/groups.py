@@ -85,6 +85,9 @@ class MeshComm:
         self.cluster: Cluster = self.machine.every(self.stride)
         # In-place ops on the mesh's tensors in inference mode, where torch does not count them (tensor/view_origin.py).
         self.num_writes = 0
+        # Whether a style has given plain shards of unequal sizes, in a traced program or at all: sizes of plain inputs
+        # are then asked for (parallel/style.py).
+        self.has_unequal_parts = self.has_unequal_traces = False
         # Of tensors on the mesh: their interned layouts, and what those of other sizes share (tensor/tensor_layout.py).
         self.layouts: dict[tuple[Any, ...], Any] = {}
         self.kinds: dict[tuple[Any, ...], Any] = {}

@@ -24,6 +24,7 @@ from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Placement, Replicate
 from longmesh.tensor import DTensor
 from longmesh.tensor.arguments import normalize_placements
+from longmesh.tensor.meta import joined_shape
 from longmesh.tensor.outside import results_outside
 
 PlacementType = Sequence[Placement] | None
@@ -218,27 +219,6 @@ def _wrap_one(
     layout.check_ndim(leaf.ndim, leaf.shape)
     shape = None
     if part_shapes is not None and layout.shard_dims:
-        shape = _global_shape(part_shapes(leaf, position), layout, position)
+        what = f"local_map: result {position}"
+        shape = joined_shape(part_shapes(leaf, position), layout, what, "return parts as chunking makes them")
     return DTensor.from_local(leaf, mesh, layout.placements, shape=shape)
-
-
-def _global_shape(shapes: dict[tuple[int, ...], list[int]], layout: Layout, position: int) -> tuple[int, ...]:
-    """The global shape that all ranks' parts make up together. Raises on all ranks or on none."""
-    if len({len(part) for part in shapes.values()}) > 1:
-        raise LongmeshError(
-            f"local_map: the ranks' parts of result {position} differ in their number of dims: {list(shapes.values())}"
-        )
-    shape = list(shapes[(0,) * layout.mesh.ndim])
-    for dim, axes in layout.shard_order:
-        origin = [0] * layout.mesh.ndim
-        others = [c for c in shapes if all(c[a] == origin[a] for a in range(len(c)) if a not in axes)]
-        shape[dim] = sum(shapes[c][dim] for c in others)
-    for coordinate, have in shapes.items():
-        want = list(layout.local_shape(shape, coordinate))
-        if have != want:
-            raise LongmeshError(
-                f"local_map: result {position} laid out as {layout} on {layout.mesh} would have the shape "
-                f"{tuple(shape)}, of which coordinate {coordinate} holds {tuple(want)}, but its part is {tuple(have)}; "
-                "return parts as chunking makes them"
-            )
-    return tuple(shape)

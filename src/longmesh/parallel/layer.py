@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh._torch import functorch_level
 from longmesh.comm import MeshComm, comm_anywhere, kept_by_mesh
 from longmesh.comm.record import wants_ops
-from longmesh.parallel.style import layout_on, whole_shape
+from longmesh.parallel.style import layout_on, note_unequal, whole_shape
 from longmesh.spec import Layout, Partial, Placement
 from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor import DTensor
@@ -34,8 +34,42 @@ from longmesh.tensor.steps import Slot
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 
 
+class FusedStep(ABC):
+    """Several ops that run as one step of autograd, on a first tensor `x` and further `parameters`."""
+
+    local_output: bool
+
+    def entered(self, x: torch.Tensor, parameters: tuple[Any, ...]) -> DTensor:
+        """The DTensor that a plain `x` is this rank's part of."""
+        raise NotImplementedError(f"{type(self).__name__} takes DTensors")
+
+    @abstractmethod
+    def run_by_ops(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        """The same op by op, of the input, the parameters and the options."""
+
+    @abstractmethod
+    def plan_forward(
+        self, p: Planner, options: tuple[Any, ...], x: Planned, *parameters: Any
+    ) -> Sequence[Any]:
+        """Plan the result, and what the gradient needs besides the parameters."""
+
+    @abstractmethod
+    def gradients(
+        self,
+        p: Planner,
+        options: tuple[Any, ...],
+        needs: tuple[bool, ...],
+        given: Layout,
+        is_plain: bool,
+        grad: Planned,
+        *kept: Any,
+    ) -> tuple[Any, ...]:
+        """Plan the gradients of an input that came laid out as `given` and of the parameters, those that are needed,
+        from what `forward` gave after the result, and then the parameters."""
+
+
 @dataclass(frozen=True, eq=False)
-class Layer(ABC):
+class Layer(FusedStep):
     """What a styled module does: between which layouts, and whether its result is a plain tensor. A plain input is this
     rank's part, laid out as `input_layout`."""
 
@@ -55,26 +89,36 @@ class Layer(ABC):
         if can_fuse(x, self.mesh, self.input_layout, self.output_layout) and self.is_usual(
             x, parameters, options
         ):
-            return _Fused.apply(self, options, x, *parameters)
+            return run_fused(self, options, x, *parameters)
         return self.run_by_ops(x, *parameters, *options)
 
     def features(self, *parameters: Any) -> int | None:
         """The size of the input's last dim, where the parameters tell it."""
         return None
 
-    @abstractmethod
-    def run_by_ops(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """The same op by op, of the input, the parameters and the options."""
+    def entered(self, x: torch.Tensor, parameters: tuple[Any, ...]) -> DTensor:
+        comm = comm_anywhere(self.mesh)
+        find = _find_layout_of_input if comm.has_unequal_parts else _layout_of_input
+        described = (self.input_layout, x.shape, x.dtype, self.features(*parameters), self.argument)
+        return wrap(x.detach(), find(comm, *described))
 
-    @abstractmethod
-    def is_usual(self, x: torch.Tensor, parameters: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
-        """Whether `forward` and `backward` hold for this call."""
+    def plan_forward(
+        self, p: Planner, options: tuple[Any, ...], x: Planned, *parameters: Any
+    ) -> Sequence[Planned]:
+        result, *kept = self.forward(p, options, x, *parameters)
+        if self.local_output:
+            note_unequal(result._tensor_layout)
+        return result, *kept
 
     @abstractmethod
     def forward(
         self, p: Planner, options: tuple[Any, ...], x: Planned, *parameters: Any
     ) -> Sequence[Planned]:
-        """Plan the result, the input as the op took it, and what else the gradient needs."""
+        """As `plan_forward`; after the result comes the input as the op took it."""
+
+    @abstractmethod
+    def is_usual(self, x: torch.Tensor, parameters: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
+        """Whether `forward` and `backward` hold for this call."""
 
     @abstractmethod
     def backward(
@@ -86,8 +130,7 @@ class Layer(ABC):
         taken: Planned,
         *kept: Any,
     ) -> Sequence[Planned | None]:
-        """Plan the gradients of input and parameters, those that are needed, from what `forward` gave (`taken`: the
-        input), and then the parameters."""
+        """As `gradients`, of the input as the op took it (`taken`)."""
 
     def on_mesh(self, placement: Placement, x: Planned) -> Layout:
         return layout_on(x._layout.mesh, placement, x.ndim, self.argument)
@@ -100,16 +143,13 @@ class Layer(ABC):
         given: Layout,
         is_plain: bool,
         grad: Planned,
-        taken: Planned,
         *kept: Any,
     ) -> tuple[Any, ...]:
-        """Plan the gradients of an input that came laid out as `given`, and of the parameters.
-
-        A plain input gets a plain gradient, laid out as itself. A DTensor that came in the layout in which the op took
-        it gets the gradient as it is, also pending: several uses of one tensor are added before they are reduced, once.
+        """A plain input gets a plain gradient, laid out as itself. A DTensor that came in the layout that the op takes
+        gets the gradient as it is, also pending: several uses of one tensor are added before they are reduced, once.
         """
-        first, *rest = self.backward(p, options, needs, grad, taken, *kept)
-        if first is not None and (is_plain or taken._layout is not given):
+        first, *rest = self.backward(p, options, needs, grad, *kept)
+        if first is not None and (is_plain or kept[0]._layout is not given):
             first = p.redistribute(first, gradient_layout(given))
         return Slot(first.slot) if first is not None and is_plain else first, *rest
 
@@ -137,8 +177,7 @@ def has_placement(parameter: Any, placement: Placement) -> bool:
     return isinstance(parameter, DTensor) and parameter.placements == (placement,)
 
 
-@kept_by_mesh(4096)
-def _layout_of_input(
+def _find_layout_of_input(
     comm: MeshComm,
     placement: Placement,
     shape: torch.Size,
@@ -152,19 +191,19 @@ def _layout_of_input(
     return tensor_layout(comm.mesh, layout, whole, contiguous_stride(whole), dtype)
 
 
+_layout_of_input = kept_by_mesh(4096)(_find_layout_of_input)
+
+
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, options: tuple[Any, ...], x: torch.Tensor, *parameters: Any
+        ctx: Any, layer: FusedStep, options: tuple[Any, ...], x: torch.Tensor, *parameters: Any
     ) -> torch.Tensor:
-        given: Any = x
-        if not isinstance(x, DTensor):
-            described = (layer.input_layout, x.shape, x.dtype, layer.features(*parameters), layer.argument)
-            given = wrap(x.detach(), _layout_of_input(comm_anywhere(layer.mesh), *described))
+        given = x if isinstance(x, DTensor) else layer.entered(x, parameters)
         for tensor in (given, *parameters):
             if tensor is not None:
                 current_part(tensor)
-        result, *kept = dispatch.run_several(layer.forward, (options,), (given, *parameters))
+        result, *kept = dispatch.run_several(layer.plan_forward, (options,), (given, *parameters))
         ctx.save_for_backward(x, *parameters, *kept)
         ctx.layer, ctx.options, ctx.num_parameters = layer, options, len(parameters)
         ctx.given, ctx.result = given._layout, result._tensor_layout
@@ -188,6 +227,9 @@ class _Fused(torch.autograd.Function):
         current_part(grad)
         static = (ctx.options, tuple(needs), ctx.given, not isinstance(inputs[0], DTensor))
         return None, None, *dispatch.run_several(layer.gradients, static, (grad, *kept, *inputs[1:]))
+
+
+run_fused = _Fused.apply
 
 
 def gradients_by_ops(

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from longmesh.parallel.layer import Layer, can_fuse, has_placement
-from longmesh.parallel.style import arrange, enter
+from longmesh.parallel.style import arrange, enter, give
 from longmesh.spec import Partial, Replicate
 from longmesh.tensor import DTensor
 from longmesh.tensor.planned import Planned
@@ -30,7 +30,7 @@ class LayerNormLayer(Layer):
         given = arrange(enter(x, self.mesh, self.input_layout, self.argument), self.input_layout)
         result = self.normalize(given, normalized, *parameters, eps)
         assert isinstance(result, DTensor)
-        return result.to_local() if self.local_output else result
+        return give(result, local=self.local_output)
 
     normalize: Callable[..., torch.Tensor] = staticmethod(F.layer_norm)
 
@@ -81,7 +81,7 @@ class RMSNormLayer(LayerNormLayer):
         local = given.to_local() if isinstance(given, DTensor) else given
         scale = None if weight is None else weight.to_local(grad_placements=(Partial(),))
         result = F.rms_norm(local, normalized, scale, eps)
-        if self.local_output:
-            return result
-        shape = given.shape if isinstance(given, DTensor) else None
-        return DTensor.from_local(result, self.mesh, (self.input_layout,), shape=shape)
+        if isinstance(given, DTensor):
+            whole = DTensor.from_local(result, self.mesh, (self.input_layout,), shape=given.shape)
+            return give(whole, local=self.local_output)
+        return result if self.local_output else enter(result, self.mesh, self.input_layout, self.argument)

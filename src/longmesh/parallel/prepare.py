@@ -18,6 +18,7 @@ from longmesh.parallel.style import (
     check_placement,
     describe_module,
     enter,
+    give,
 )
 from longmesh.spec import Placement
 
@@ -43,9 +44,7 @@ class _Conversion:
         def convert(value: torch.Tensor) -> torch.Tensor:
             assert given is not None
             tensor = enter(value, mesh, given, what)
-            if wanted is not None:
-                tensor = arrange(tensor, wanted)
-            return tensor.to_local() if local else tensor
+            return give(tensor if wanted is None else arrange(tensor, wanted), local=local)
 
         self._convert = Traceable(convert)
 

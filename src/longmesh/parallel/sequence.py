@@ -16,6 +16,7 @@ from longmesh.parallel.style import (
     check_one_axis,
     distribute_parameter,
     enter,
+    give,
     replicate_buffers,
 )
 from longmesh.spec import Replicate, Shard
@@ -64,11 +65,11 @@ class SequenceParallel(ParallelStyle):
         def take(given: Any) -> DTensor:
             return arrange(enter(given, mesh, sequence, argument), sequence)
 
-        def give(output: DTensor) -> Any:
-            return output.to_local() if self.use_local_output else output
+        def hand_over(output: DTensor) -> Any:
+            return give(output, local=self.use_local_output)
 
         advice = "SequenceParallel takes modules that give one tensor, computed from the input"
-        hook(module, take, give, argument, advice)
+        hook(module, take, hand_over, argument, advice)
 
     def __repr__(self) -> str:
         return (

@@ -3,13 +3,15 @@
     plain tensor --enter(input layout)--> DTensor --move--> wanted layout | module | output layout --leave--> plain
 
 A plain tensor says nothing of the other ranks' sizes. Where the module knows the whole size (a Linear its
-features) uneven shards are right; elsewhere the ranks' shards are taken to be equal, as in `DTensor.from_local`.
-A DTensor knows its sizes, so with `use_local_output=False` nothing has to divide anything.
+features) uneven shards are right; elsewhere the ranks' shards are taken to be equal, as in `DTensor.from_local`. Once a
+style has given plain shards that are not (`use_local_output=True`, a length that does not divide), the ranks exchange
+the sizes of every plain input that follows. A DTensor knows its sizes: with `use_local_output=False` nothing is asked.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -18,13 +20,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh._torch import own_buffers
+from longmesh._torch import is_tracing, own_buffers
 from longmesh.comm import MeshComm, comm_anywhere
+from longmesh.comm.verify import gather_rows
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, MeshShape, Placement, Replicate
 from longmesh.tensor import DTensor, distribute_tensor
 from longmesh.tensor.arguments import normalize_placements
-from longmesh.tensor.meta import even_global_shape
+from longmesh.tensor.meta import even_global_shape, joined_shape
+from longmesh.tensor.tensor_layout import TensorLayout
 
 
 class ParallelStyle(ABC):
@@ -117,11 +121,25 @@ def layout_on(mesh: MeshShape, placement: Placement, ndim: int, argument: str) -
 def whole_shape(
     layout: Layout, local: Sequence[int], comm: MeshComm, features: int | None, argument: str
 ) -> tuple[int, ...]:
-    """The global shape of this rank's part of shape `local`; its last dim is `features` long where that is known."""
+    """The global shape of this rank's part of shape `local`; its last dim is `features` long where that is known.
+    Collective where a style has given unequal plain shards before."""
     shape = even_global_shape(layout, local)
     last = len(local) - 1
     if features is None or not layout.shard_axes(last):
-        return shape
+        if not (comm.has_unequal_parts and comm.is_member and layout.shard_dims):
+            return shape
+        if is_tracing() and comm.has_unequal_traces:
+            raise LongmeshError(
+                f"{argument}: a style has given plain shards of unequal sizes, and in a compiled function the ranks "
+                "can't exchange them; use use_local_output=False, so that DTensors tell their sizes"
+            )
+        if is_tracing():
+            return shape
+        group, rows = gather_rows(local, comm, torch.device(comm.mesh.device_type))
+        remedy = "pass the shard that chunking gives each rank, or DTensors"
+        return joined_shape(
+            dict(zip(group.members, rows, strict=True)), layout, f"{argument}: the input", remedy
+        )
     expected = layout.interval(last, features, comm.coordinate)[1]
     if comm.is_member and local[last] != expected:
         raise LongmeshError(
@@ -158,5 +176,26 @@ def arrange(tensor: DTensor, placement: Placement) -> DTensor:
 
 def leave(tensor: DTensor, placement: Placement, *, local: bool) -> torch.Tensor:
     """What a module gives: in the output layout, and this rank's part of it if `local`."""
-    arranged = arrange(tensor, placement)
-    return arranged.to_local() if local else arranged
+    return give(arrange(tensor, placement), local=local)
+
+
+def give(tensor: DTensor, *, local: bool) -> torch.Tensor:
+    """The tensor, or this rank's part of it."""
+    if not local:
+        return tensor
+    note_unequal(tensor._tensor_layout)
+    return tensor.to_local()
+
+
+def note_unequal(own: TensorLayout) -> None:
+    """Plain shards of a tensor that is laid out so are about to be given: if they are unequal in a dim that no module
+    knows (it knows the last), what is plain is no longer taken to be equal. The same on every rank."""
+    sizes = own.layout.mesh.sizes
+    for dim, axes in own.layout.shard_order:
+        if (
+            not own.is_symbolic
+            and dim < len(own.shape) - 1
+            and own.shape[dim] % math.prod(sizes[a] for a in axes)
+        ):
+            own.comm.has_unequal_parts = True
+            own.comm.has_unequal_traces |= is_tracing()
