@@ -85,9 +85,10 @@ class MeshComm:
         self.cluster: Cluster = self.machine.every(self.stride)
         # In-place ops on the mesh's tensors in inference mode, where torch does not count them (tensor/view_origin.py).
         self.num_writes = 0
-        # Whether a style has given plain shards of unequal sizes, in a traced program or at all: sizes of plain inputs
-        # are then asked for (parallel/style.py).
-        self.has_unequal_parts = self.has_unequal_traces = False
+        # Of dims whose plain shards a style has given in unequal sizes: those sizes, and those of traced programs
+        # (parallel/style.py).
+        self.unequal_sizes: set[int] = set()
+        self.unequal_traced: set[int] = set()
         # Of tensors on the mesh: their interned layouts, and what those of other sizes share (tensor/tensor_layout.py).
         self.layouts: dict[tuple[Any, ...], Any] = {}
         self.kinds: dict[tuple[Any, ...], Any] = {}

@@ -23,7 +23,7 @@ from longmesh.tensor.tree import all_tensors, map_tensors
 def run_written(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A family: a mutating op by its registered rule."""
     tensors: list[Any] = all_tensors((args, kwargs))
-    layouts, metas = _choose(func, args, kwargs)
+    layouts, metas = _choose(p, func, args, kwargs)
     moved = [p.redistribute(t, layout) for t, layout in zip(tensors, layouts, strict=True)]
     there = iter(moved)
     local_args, local_kwargs = map_tensors(lambda _: next(there), (args, kwargs))
@@ -36,13 +36,13 @@ def run_written(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dic
 
 
 def _choose(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Layout, ...], list[tuple[Layout, OutMeta]]]:
     """The layouts of the arguments, and those of the outputs with their metas. The same on every rank."""
     rule = registered.get(rule_name(func))
     assert rule is not None and rule.out_meta is not None
     call, layouts = describe_call(func, rule, args, kwargs)
-    choice = choose(call, rule.axis_rules(call), layouts)
+    choice = choose(call, rule.axis_rules(call), layouts, p.comm.cluster)
     assert choice is not None, "everything replicated is always valid"
     return choice.inputs, list(zip(choice.outputs, call.outputs, strict=True))
 

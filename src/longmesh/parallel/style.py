@@ -5,7 +5,7 @@
 A plain tensor says nothing of the other ranks' sizes. Where the module knows the whole size (a Linear its
 features) uneven shards are right; elsewhere the ranks' shards are taken to be equal, as in `DTensor.from_local`. Once a
 style has given plain shards that are not (`use_local_output=True`, a length that does not divide), the ranks exchange
-the sizes of every plain input that follows. A DTensor knows its sizes: with `use_local_output=False` nothing is asked.
+the sizes of plain inputs of such a size. A DTensor knows its sizes: with `use_local_output=False` nothing is asked.
 """
 
 from __future__ import annotations
@@ -122,19 +122,17 @@ def whole_shape(
     layout: Layout, local: Sequence[int], comm: MeshComm, features: int | None, argument: str
 ) -> tuple[int, ...]:
     """The global shape of this rank's part of shape `local`; its last dim is `features` long where that is known.
-    Collective where a style has given unequal plain shards before."""
+    Collective where it may be one of unequal shards."""
     shape = even_global_shape(layout, local)
     last = len(local) - 1
     if features is None or not layout.shard_axes(last):
-        if not (comm.has_unequal_parts and comm.is_member and layout.shard_dims):
+        if not may_be_unequal(layout, local, comm):
             return shape
-        if is_tracing() and comm.has_unequal_traces:
+        if is_tracing():
             raise LongmeshError(
                 f"{argument}: a style has given plain shards of unequal sizes, and in a compiled function the ranks "
                 "can't exchange them; use use_local_output=False, so that DTensors tell their sizes"
             )
-        if is_tracing():
-            return shape
         group, rows = gather_rows(local, comm, torch.device(comm.mesh.device_type))
         remedy = "pass the shard that chunking gives each rank, or DTensors"
         return joined_shape(
@@ -197,5 +195,15 @@ def note_unequal(own: TensorLayout) -> None:
             and dim < len(own.shape) - 1
             and own.shape[dim] % math.prod(sizes[a] for a in axes)
         ):
-            own.comm.has_unequal_parts = True
-            own.comm.has_unequal_traces |= is_tracing()
+            parts = {
+                int(own.layout.interval(dim, own.shape[dim], c)[1]) for c in own.layout.mesh.coordinates()
+            }
+            own.comm.unequal_sizes |= parts
+            own.comm.unequal_traced |= parts if is_tracing() else set()
+
+
+def may_be_unequal(layout: Layout, local: Sequence[int], comm: MeshComm) -> bool:
+    """Whether a plain tensor may be one of unequal shards that a style has given. The same on every rank, unless the
+    shards are unequal and no style has given them."""
+    given = comm.unequal_traced if is_tracing() else comm.unequal_sizes
+    return bool(given) and comm.is_member and any(local[dim] in given for dim in layout.shard_dims)

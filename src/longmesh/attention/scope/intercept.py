@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from longmesh._torch import HigherOrderOperator, break_graph, never_compile_alone
+from longmesh._torch import HigherOrderOperator, aten, break_graph, never_compile_alone
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.module_attention import attend_as_module
 from longmesh.errors import LongmeshError
@@ -33,16 +33,16 @@ from longmesh.errors import LongmeshError
 _SDPA = frozenset(
     (
         F.scaled_dot_product_attention,
-        torch.ops.aten.scaled_dot_product_attention,
-        torch.ops.aten.scaled_dot_product_attention.default,
+        aten.scaled_dot_product_attention,
+        aten.scaled_dot_product_attention.default,
     )
 )
 # What a compiler would take apart, so that nothing of its name is left; other ops it shows when its graphs run.
 _REFUSED_FUNCTIONS = frozenset(
     (
         torch.ops.higher_order.flex_attention,
-        torch.ops.aten._scaled_dot_product_attention_math,
-        torch.ops.aten._scaled_dot_product_attention_math.default,
+        aten._scaled_dot_product_attention_math,
+        aten._scaled_dot_product_attention_math.default,
     )
 )
 # What runs the autograd engine.
