@@ -204,7 +204,6 @@ def run_local(call, rule, locals_, ins, outs, where):
         input_shapes=tuple(y.local_shape(m.shape, where) for y, m in zip(ins, call.tensors, strict=True)),
         input_offsets=tuple(y.local_offset(m.shape, where) for y, m in zip(ins, call.tensors, strict=True)),
         output_shapes=tuple(y.local_shape(m.shape, where) for y, m in zip(outs, call.outputs, strict=True)),
-        output_offsets=tuple(y.local_offset(m.shape, where) for y, m in zip(outs, call.outputs, strict=True)),
     )
     args, kwargs = rule.local_args(call, view) if rule.local_args else (call.args, dict(call.kwargs))
     local_call = (rule.local_op(call, view) if rule.local_op else None) or call.func

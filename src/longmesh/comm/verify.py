@@ -29,6 +29,15 @@ def gather_rows(
     return group, [row[1 : 1 + row[0]] for row in rows]
 
 
+def sum_over(numbers: list[int], comm: MeshComm, device: str) -> list[int]:
+    """Each number added up over the ranks of the mesh. Collective."""
+    group = comm.group(tuple(range(comm.shape.ndim)))
+    if group.size == 1 or not numbers:
+        return numbers
+    mine = torch.tensor(numbers, device=group.device_of_words(device))
+    return collectives.all_reduce(mine, reduce_op="sum", group=group).tolist()
+
+
 def verify_local_shapes(
     local: torch.Tensor, layout: Layout, shape: Sequence[int], comm: MeshComm, *, given: bool
 ) -> None:

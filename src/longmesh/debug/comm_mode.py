@@ -211,20 +211,17 @@ class _OwnCollectives(CommObserver):
 
 def _op_of(kind: str) -> Any:
     """The op of torch that stands for a kind of collective."""
-    functional, c10d = torch.ops.c10d_functional, torch.ops.c10d
-    match kind:
-        case "all_gather":
-            return functional.all_gather_into_tensor
-        case "all_reduce":
-            return functional.all_reduce
-        case "reduce_scatter":
-            return functional.reduce_scatter_tensor
-        case "all_to_all":
-            return functional.all_to_all_single
-        case "broadcast":
-            return functional.broadcast
-        case _:
-            return c10d.send
+    name = _FUNCTIONAL.get(kind)
+    return torch.ops.c10d.send if name is None else getattr(torch.ops.c10d_functional, name)
+
+
+_FUNCTIONAL = {
+    "all_gather": "all_gather_into_tensor",
+    "all_reduce": "all_reduce",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single",
+    "broadcast": "broadcast",
+}
 
 
 def _describe_op(func: Any, args: Any, kwargs: Any, module: str, backward: bool) -> OpCall:

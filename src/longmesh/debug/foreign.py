@@ -99,15 +99,14 @@ def issued_by_longmesh() -> bool:
 
 def _ring_share(kind: str, size: int) -> float:
     """How much of its buffer a rank sends in a ring of `size` ranks."""
-    match kind:
-        case "all_reduce":
-            return 2 * (size - 1) / size
-        case "all_gather":
-            return size - 1
-        case "reduce_scatter" | "all_to_all":
-            return (size - 1) / size
-        case _:
-            return 1
+    others = (size - 1) / size
+    shares = {
+        "all_gather": size - 1,
+        "all_reduce": 2 * others,
+        "reduce_scatter": others,
+        "all_to_all": others,
+    }
+    return shares.get(kind, 1)
 
 
 def _group_size(args: tuple[Any, ...]) -> int:

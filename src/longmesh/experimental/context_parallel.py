@@ -32,7 +32,8 @@ from longmesh.attention.scope.open_scopes import (
     open_scope,
     set_default_exchange,
 )
-from longmesh.comm import collectives, comm_of
+from longmesh.comm import comm_of
+from longmesh.comm.verify import sum_over
 from longmesh.errors import LongmeshError
 from longmesh.plan import Cluster
 
@@ -204,7 +205,7 @@ def context_parallel_unshard(
     if len(buffers) != len(seq_dims):
         raise LongmeshError(f"context_parallel_unshard: {len(buffers)} buffers, {len(seq_dims)} seq_dims")
     lengths = [b.shape[d] for b, d in zip(buffers, seq_dims, strict=True)]
-    totals = _sum_over(mesh, lengths, buffers[0].device if buffers else torch.device("cpu"))
+    totals = sum_over(lengths, comm_of(mesh), str(buffers[0].device) if buffers else "cpu")
     return [
         engine_for("context_parallel_unshard", mesh, total, load_balancer).unshard(b, d)
         for b, d, total in zip(buffers, seq_dims, totals, strict=True)
@@ -235,15 +236,6 @@ def _check_mesh(mesh: DeviceMesh) -> None:
             f"a scope of context parallelism over {mesh} inside one over {cut.mesh}: attention could not tell whose "
             "tokens it sees; close the outer one first"
         )
-
-
-def _sum_over(mesh: DeviceMesh, numbers: list[int], device: torch.device) -> list[int]:
-    """Each number added up over the ranks of the mesh. Collective."""
-    group = comm_of(mesh).group(tuple(range(mesh.ndim)))
-    if group.size == 1 or not numbers:
-        return numbers
-    mine = torch.tensor(numbers, device=group.device_of_words(str(device)))
-    return collectives.all_reduce(mine, reduce_op="sum", group=group).tolist()
 
 
 def _check_buffers(buffers: list[Tensor], dims: list[int], kept: set[Tensor]) -> int:

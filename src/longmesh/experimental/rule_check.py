@@ -6,6 +6,7 @@ what is computed and compared with the op on the whole. What an op writes to is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,16 +19,24 @@ from longmesh.tensor.op_facts import written_arguments
 from longmesh.tensor.tree import all_tensors, map_tensors
 
 _RANKS = (2, 3)
+_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.sum,
+    "avg": torch.mean,
+    "max": torch.amax,
+    "min": torch.amin,
+    "product": torch.prod,
+}
 
 
 def check_rule(op: OpOverload, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if a line of the rule does not hold for this call."""
     tensors = all_tensors((args, kwargs))
-    metas = iter([Meta(i, tuple(t.shape), t.stride(), t.dtype) for i, t in enumerate(tensors)])
-    meta_args, meta_kwargs = map_tensors(lambda _: next(metas), (args, kwargs))
-    call = OpCall(op, meta_args, meta_kwargs, tuple(all_metas(meta_args, meta_kwargs)))
+    metas = tuple(Meta(i, tuple(t.shape), t.stride(), t.dtype) for i, t in enumerate(tensors))
+    following = iter(metas)
+    meta_args, meta_kwargs = map_tensors(lambda _: next(following), (args, kwargs))
+    call = OpCall(op, meta_args, meta_kwargs, metas)
     assert rule.out_meta is not None
-    call = OpCall(op, meta_args, meta_kwargs, call.tensors, rule.out_meta(call))
+    call.outputs = rule.out_meta(call)
     expected = _run(op, args, kwargs, [t.clone() for t in tensors])
     for line in rule.axis_rules(call):
         for ranks in _RANKS:
@@ -38,22 +47,6 @@ def check_rule(op: OpOverload, rule: Rule, args: tuple[Any, ...], kwargs: dict[s
                     f"register_sharding({op}): {line.inputs} -> {line.outputs} does not hold on {ranks} ranks for "
                     f"inputs {shapes}: {wrong}; correct or drop this line"
                 )
-
-
-def all_metas(args: Any, kwargs: Any) -> list[Meta]:
-    found: list[Meta] = []
-
-    def walk(value: Any) -> None:
-        if isinstance(value, Meta):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                walk(item)
-        elif isinstance(value, dict):
-            walk(list(value.values()))
-
-    walk([args, kwargs])
-    return found
 
 
 def _run(op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -152,14 +145,4 @@ def _compare(parts: list[torch.Tensor], placement: Placement, whole: torch.Tenso
 
 
 def _reduced(rows: torch.Tensor, reduce_op: str) -> torch.Tensor:
-    match reduce_op:
-        case "sum":
-            return rows.sum(0).to(rows.dtype)
-        case "avg":
-            return rows.mean(0)
-        case "max":
-            return rows.amax(0)
-        case "min":
-            return rows.amin(0)
-        case _:
-            return rows.prod(0).to(rows.dtype)
+    return _REDUCTIONS[reduce_op](rows, 0).to(rows.dtype)

@@ -27,7 +27,6 @@ from longmesh.parallel.style import ParallelStyle
 from longmesh.tensor import DTensor
 from longmesh.tensor.arguments import resolve_mesh
 
-Plan = ParallelStyle | Mapping[str, Any]
 Target = tuple[str, nn.Module, ParallelStyle]
 
 

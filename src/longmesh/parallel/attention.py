@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh.attention import Exchange, Layout, masks
 from longmesh.attention.scope.intercept import AttentionMode
 from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope
-from longmesh.comm import collectives, comm_of
+from longmesh.comm import comm_of
+from longmesh.comm.verify import sum_over
 from longmesh.errors import LongmeshError
 from longmesh.parallel.style import ParallelStyle, describe_module
 from longmesh.plan import Cluster
@@ -52,15 +53,9 @@ class AttentionParallel(ParallelStyle):
         kv_layout: Layout | str | None = None,
         cluster: Cluster | str | None = None,
     ) -> None:
-        super().__init__()
-        self.seq_dim = seq_dim
-        self.seq_len = seq_len
-        self.mask = mask
-        self.layout = layout
-        self.exchange = exchange
-        self.kv_len = kv_len
-        self.kv_layout = kv_layout
-        self.cluster = cluster
+        self.seq_dim, self.seq_len = seq_dim, seq_len
+        self.how: dict[str, Any] = {"mask": mask, "layout": layout, "exchange": exchange, "cluster": cluster}
+        self.how |= {"kv_len": kv_len, "kv_layout": kv_layout}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         opened: list[AttentionMode | None] = []
@@ -69,19 +64,10 @@ class AttentionParallel(ParallelStyle):
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             opened.append(None)
             tokens = self._tokens(name, (*args, *kwargs.values()))
-            seq_len = self.seq_len if self.seq_len is not None else _total(tokens, device_mesh)
-            cut = cut_over(
-                device_mesh,
-                seq_len,
-                mask=self.mask,
-                layout=self.layout,
-                exchange=self.exchange,
-                kv_len=self.kv_len,
-                kv_layout=self.kv_layout,
-                other_keys_alone=True,
-                cluster=self.cluster,
-            )
-            opened[-1] = open_scope(cut)
+            seq_len = self.seq_len
+            if seq_len is None:
+                (seq_len,) = sum_over([tokens], comm_of(device_mesh), device_mesh.device_type)
+            opened[-1] = open_scope(cut_over(device_mesh, seq_len, other_keys_alone=True, **self.how))
 
         def after(*_: Any) -> None:
             mode = opened.pop()
@@ -101,12 +87,3 @@ class AttentionParallel(ParallelStyle):
                 "have this rank's tokens along seq_dim"
             )
         return tensor.shape[self.seq_dim]
-
-
-def _total(tokens: int, mesh: DeviceMesh) -> int:
-    """The tokens of all ranks. Collective."""
-    group = comm_of(mesh).group(tuple(range(mesh.ndim)))
-    if group.size == 1:
-        return tokens
-    device = group.device_of_words(mesh.device_type)
-    return int(collectives.all_reduce(torch.tensor([tokens], device=device), reduce_op="sum", group=group))

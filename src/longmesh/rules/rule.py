@@ -150,12 +150,11 @@ OutFunction = Callable[[OpCall], tuple[OutMeta, ...]]
 
 @dataclass(frozen=True, slots=True)
 class LocalView:
-    """What a rank knows when it makes its local call: shapes and offsets of its parts of inputs and outputs."""
+    """What a rank knows when it makes its local call: shapes of its parts, and where those of inputs begin."""
 
     input_shapes: tuple[Shape, ...]
     input_offsets: tuple[Shape, ...]
     output_shapes: tuple[Shape, ...]
-    output_offsets: tuple[Shape, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,16 +129,10 @@ def _local_view(
     call: OpCall, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...], comm: MeshComm
 ) -> LocalView:
     where = comm.coordinate
-
-    def shapes(layouts: tuple[Layout, ...], metas: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(y.local_shape(m.shape, where) for y, m in zip(layouts, metas, strict=True))
-
-    def offsets(layouts: tuple[Layout, ...], metas: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(y.local_offset(m.shape, where) for y, m in zip(layouts, metas, strict=True))
-
+    given: list[tuple[Any, Any]] = [(y, m.shape) for y, m in zip(inputs, call.tensors, strict=True)]
+    made: list[tuple[Any, Any]] = [(y, m.shape) for y, m in zip(outputs, call.outputs, strict=True)]
     return LocalView(
-        input_shapes=shapes(inputs, call.tensors),
-        input_offsets=offsets(inputs, call.tensors),
-        output_shapes=shapes(outputs, call.outputs),
-        output_offsets=offsets(outputs, call.outputs),
+        input_shapes=tuple([y.local_shape(shape, where) for y, shape in given]),
+        input_offsets=tuple([y.local_offset(shape, where) for y, shape in given]),
+        output_shapes=tuple([y.local_shape(shape, where) for y, shape in made]),
     )

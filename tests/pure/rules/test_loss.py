@@ -94,7 +94,7 @@ def test_a_target_that_is_no_class_is_refused_where_classes_are_cut():
         aten.nll_loss_forward.default(*args)
 
     call = describe(aten.nll_loss_forward.default, args, {})
-    view = LocalView(((2, 3), (2,)), ((0, 0), (0,)), ((), ()), ((), ()))
+    view = LocalView(((2, 3), (2,)), ((0, 0), (0,)), ((), ()))
     rule = find_rule("nll_loss_forward.default")
     assert rule and rule.local_op
     local = rule.local_op(call, view)

@@ -17,10 +17,6 @@ from longmesh.tensor.make_plan import Family
 from longmesh.tensor.planner import USUAL, Planner
 
 
-def on_whole_tensors(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return p.on_whole_tensors(func, args, kwargs)
-
-
 def to_number(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """item(), float(), bool(): every rank gets the same number."""
     return p.local(func, p.replicated(args[0]))
@@ -110,6 +106,6 @@ FAMILIES: dict[OpOverload, Family] = {
             aten._ctc_loss_backward.default,
             aten._ctc_loss_backward.Tensor,
         ),
-        on_whole_tensors,
+        Planner.on_whole_tensors,
     ),
 }
