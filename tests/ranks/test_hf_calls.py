@@ -263,7 +263,6 @@ def distances() -> dict[str, float]:
         "llama few": {**packed, "labels": IDS[:, :3].masked_fill(packed["position_ids"] == 0, -100)},
     }
     calls: dict[str, dict[str, Any]] = {
-        "llama": {"use_cache": True},
         "llama states": {"output_hidden_states": True},
         "llama few": {"use_cache": False},
     }

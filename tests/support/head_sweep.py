@@ -2,11 +2,12 @@
 
 A tiny random model of each class of a task's mapping, on a plain and on a padded batch. Outputs that have tokens are
 gathered and compared with those of eager attention in one process, those of whole rows as they are; then the loss and
-all gradients, where labels are of tokens.
+all gradients, with labels of tokens and with labels of whole rows, which are given to the scope or to the model.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 from typing import Any
@@ -29,7 +30,17 @@ TASKS = {
     "MODEL_FOR_TOKEN_CLASSIFICATION": 3,
     "MODEL_FOR_MASKED_LM": 61,
     "MODEL_FOR_PRETRAINING": 0,
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": 0,
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": 61,
+    "MODEL_FOR_MULTIPLE_CHOICE": 0,
+    "MODEL_FOR_NEXT_SENTENCE_PREDICTION": 0,
+}
+# Labels of whole rows, by task.
+OF_ROWS = {
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION": ("labels",),
+    "MODEL_FOR_QUESTION_ANSWERING": ("start_positions", "end_positions"),
+    "MODEL_FOR_PRETRAINING": ("next_sentence_label", "sentence_order_label"),
+    "MODEL_FOR_MULTIPLE_CHOICE": ("labels",),
+    "MODEL_FOR_NEXT_SENTENCE_PREDICTION": ("labels",),
 }
 
 
@@ -47,7 +58,7 @@ def make_head(task: str, family: str, implementation: str) -> Any:
         config = make_config(family)
         if hasattr(config, "is_decoder"):
             config.is_decoder = False
-        config.num_labels = TASKS[task] or 3
+        config.num_labels = TASKS[task] or (2 if "QUESTION" in task else 3)
         kind: Any = getattr(modeling_auto, f"{task}_MAPPING")[type(config)]
         kind = kind[0] if isinstance(kind, tuple) else kind
         with torch.device("meta"):
@@ -60,7 +71,7 @@ def make_head(task: str, family: str, implementation: str) -> Any:
 
 def runs_alone(task: str, family: str) -> None:
     """Raise unless one process can run it on tokens."""
-    make_head(task, family, "eager")(**_inputs("plain"))
+    make_head(task, family, "eager")(**_inputs(task, "plain"))
 
 
 def sweep_head(ranks: int, task: str, family: str) -> dict[str, Outcome]:
@@ -72,7 +83,7 @@ def sweep_head(ranks: int, task: str, family: str) -> dict[str, Outcome]:
             models = make_head(task, family, "longmesh"), make_head(task, family, "eager")
         except Exception as error:
             return {"made": Outcome("refused", f"by transformers: {error}")}
-        found = {what: _outputs_alike(ranks, *models, _inputs(what)) for what in ("plain", "right")}
+        found = {what: _outputs_alike(ranks, *models, _inputs(task, what)) for what in ("plain", "right")}
         classes = TASKS[task]
         for what in ("plain", "right", "constant") if classes else ():
             batch = make_batch("plain" if what == "constant" else what)
@@ -81,11 +92,27 @@ def sweep_head(ranks: int, task: str, family: str) -> dict[str, Outcome]:
             if what == "constant":
                 batch["labels"] = torch.zeros_like(labels)
             found[f"{what} labels"] = outcome_of(ranks, *models, batch, {})
-        return found
+        return found | _with_labels_of_rows(ranks, task, *models)
 
 
-def _inputs(what: str) -> dict[str, Tensor]:
-    return {name: value for name, value in make_batch(what).items() if name != "labels"}
+def _with_labels_of_rows(ranks: int, task: str, model: Any, plain: Any) -> dict[str, Outcome]:
+    """What becomes of labels of whole rows, in the batch of the scope and besides."""
+    known = inspect.signature(type(model).forward).parameters
+    labels = {name: torch.tensor([1, 0]) for name in OF_ROWS.get(task, ()) if name in known}
+    if not labels:
+        return {}
+    batch = _inputs(task, "plain")
+    return {
+        "labels of rows": outcome_of(ranks, model, plain, batch | labels, {}, {}),
+        "labels of rows besides": outcome_of(ranks, model, plain, batch, {}, labels),
+    }
+
+
+def _inputs(task: str, what: str) -> dict[str, Tensor]:
+    found = {name: value for name, value in make_batch(what).items() if name != "labels"}
+    if task == "MODEL_FOR_MULTIPLE_CHOICE":
+        return {name: torch.stack([value, value.flip(0)], 1) for name, value in found.items()}
+    return found
 
 
 def _outputs_alike(ranks: int, model: Any, plain: Any, batch: dict[str, Tensor]) -> Outcome:

@@ -61,7 +61,7 @@ def make_batch(what: str) -> dict[str, Tensor]:
 
 def is_small(family: str) -> None:
     """Raise unless one process can run the family."""
-    _one_process(make_model(family, "eager"), make_batch("plain"), alone=False)
+    _one_process(make_model(family, "eager"), make_batch("plain"), alone=False, besides={"use_cache": False})
 
 
 def sweep_family(
@@ -76,13 +76,22 @@ def sweep_family(
 
 
 def outcome_of(
-    ranks: int, model: Any, plain: Any, batch: dict[str, Tensor], settings: dict[str, Any]
+    ranks: int,
+    model: Any,
+    plain: Any,
+    batch: dict[str, Tensor],
+    settings: dict[str, Any],
+    besides: dict[str, Any] | None = None,
 ) -> Outcome:
-    """A model over a cut sequence against one with the same weights and eager attention. Called on every rank."""
+    """A model over a cut sequence against one with the same weights and eager attention. Called on every rank.
+
+    `besides`: what models are called with and the scope is not given.
+    """
+    besides = {"use_cache": False} if besides is None else besides
     model.zero_grad()
     try:
         with hf.context_parallel(cpu_mesh(ranks), batch, model=model, **settings) as part:
-            out = model(**part, use_cache=False)
+            out = model(**part, **besides)
             out.loss.backward()
     except LongmeshError as error:
         return Outcome("refused", str(error))
@@ -95,7 +104,7 @@ def outcome_of(
         dist.all_reduce(gradient)
     best = Outcome("wrong", "")
     for alone in (False, True) if "position_ids" in batch else (False,):
-        best = _compare(float(loss), found, *_one_process(plain, batch, alone))
+        best = _compare(float(loss), found, *_one_process(plain, batch, alone, besides))
         if best.kind == "exact":
             break
     return best
@@ -120,12 +129,14 @@ def _are_finite(loss: float, gradients: list[Tensor]) -> bool:
     return math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
-def _one_process(model: Any, batch: dict[str, Tensor], alone: bool) -> tuple[float, list[Tensor]]:
+def _one_process(
+    model: Any, batch: dict[str, Tensor], alone: bool, besides: dict[str, Any]
+) -> tuple[float, list[Tensor]]:
     """Loss and gradients of eager attention, on the whole batch or document by document."""
     model.zero_grad()
     total = 0.0
     for part, share in _documents(batch) if alone else [(batch, 1.0)]:
-        loss = model(**part, use_cache=False).loss * share
+        loss = model(**part, **besides).loss * share
         loss.backward()
         total += loss.item()
     return total, [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]

@@ -160,10 +160,26 @@ BESIDES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
     "reformer": {
-        "axial_pos_embds_dim": (16, 16),
-        "axial_pos_shape": (8, 16),
+        "axial_pos_embds": False,
         "num_hashes": 1,
+        "hash_seed": 0,
         "attention_head_size": 8,
+        "attn_layers": ["local", "lsh"],
+        # A training model takes whole chunks only: rows of the sweep.
+        **dict.fromkeys(("local_attn_chunk_length", "lsh_attn_chunk_length"), 37),
+        **dict.fromkeys(("local_attention_probs_dropout_prob", "lsh_attention_probs_dropout_prob"), 0.0),
+    },
+    "phi4_multimodal": {
+        "vision_config": {
+            **dict.fromkeys(("hidden_size", "intermediate_size"), 32),
+            **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 2),
+        },
+        "audio_config": {
+            **dict.fromkeys(
+                ("hidden_size", "intermediate_size", "ext_pw_out_channel", "nemo_conv_channels"), 32
+            ),
+            **dict.fromkeys(("num_blocks", "num_attention_heads"), 2),
+        },
     },
 }
 

@@ -321,9 +321,10 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """The module that this one runs compiled: itself after module.compile(), the one inside of torch.compile(module);
-    None if it is not compiled."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    """The module that this one runs compiled: itself after module.compile() or module.forward =
+    torch.compile(module.forward), the one inside of torch.compile(module); None if it is not compiled."""
+    has_compiled_forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    if has_compiled_forward or getattr(module, "_compiled_call_impl", None) is not None:
         return module
     return module._modules.get("_orig_mod")
 

@@ -34,9 +34,17 @@ def _documents(positions: Tensor, cu_seqlens: Tensor | Sequence[int] | None) -> 
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
         return masks.from_cu_seqlens(bounds, within=masks.full())
-    starts = positions.diff(dim=1) != 1
+    steps = positions.diff(dim=1)
+    starts = steps != 1
     if not bool(starts.any()):
         return None
+    if bool((steps > 1).any()):
+        row, token = (steps > 1).nonzero()[0].tolist()
+        raise LongmeshError(
+            f"hf.context_parallel: position_ids jump from {int(positions[row, token])} to "
+            f"{int(positions[row, token + 1])} in row {row}, which may be one document or two; give an attention_mask "
+            "of ones if each row is one document, else cu_seqlens= or positions that start again at 0"
+        )
     lengths = [run_lengths(row.tolist()) for row in starts]
     return masks.documents(lengths[0] if len(lengths) == 1 else lengths, within=masks.full())
 

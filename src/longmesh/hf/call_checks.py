@@ -10,15 +10,26 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from longmesh._torch import compiled_module
 from longmesh.errors import LongmeshError
+from longmesh.hf.everywhere import true_everywhere
 from longmesh.hf.interface import NAME
 from longmesh.hf.mixers.bind import is_mixer
 from longmesh.hf.open_batch import OpenBatch, current_inspection, is_whole
 from longmesh.hf.private import implementation_of
 from longmesh.hf.router import weight_of
 from longmesh.hf.whole_batch import CUT
+
+
+def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a model was called with, by name."""
+    if not args:
+        return kwargs
+    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    return {**given, **given.get("kwargs", {})}
 
 
 def refuse_kind(model: nn.Module) -> None:
@@ -29,8 +40,11 @@ def refuse_kind(model: nn.Module) -> None:
             f"hf.context_parallel can't cut {type(model).__name__}: its decoder gets other tokens than its encoder, "
             "made of labels; a decoder alone (AutoModelForCausalLM) can be cut"
         )
+    for name, part in model.named_modules():
+        if compiled_module(part) is not None and any(map(_attends, part.modules())):
+            refuse_compiled(part, name)
     found = implementation_of(model)
-    if found != NAME and any(_attends(module) for module in model.modules()):
+    if found != NAME and any(map(_attends, model.modules())):
         raise LongmeshError(
             f"hf.context_parallel: {type(model).__name__} has attn_implementation={found!r}, which sees this rank's "
             "tokens only; call hf.register() and model.set_attn_implementation('longmesh'), or make it with that"
@@ -52,11 +66,12 @@ def refuse_zero_padding(model: Any, batch: OpenBatch) -> None:
         )
 
 
-def refuse_compiled(model: nn.Module) -> None:
-    """Raise for a compiled model, which can be neither inspected nor given this rank's positions."""
+def refuse_compiled(model: nn.Module, name: str = "") -> None:
+    """Raise for a compiled model or layer, which can be neither inspected nor given this rank's positions."""
+    where = f" ({name})" if name else ""
     raise LongmeshError(
-        f"hf.context_parallel: {type(model).__name__} is compiled (torch.compile, torch_compile=True), so it can't be "
-        "inspected before its first step; run it without torch.compile"
+        f"hf.context_parallel: {type(model).__name__}{where} is compiled (torch.compile, torch_compile=True), so it "
+        "can't be inspected before its first step; run it without torch.compile"
     )
 
 
@@ -68,12 +83,10 @@ def check_inputs(model: nn.Module, batch: OpenBatch) -> Callable[[], None]:
     """Check what the model inside is called with, before it runs. Returns what undoes it."""
     undo = ExitStack()
     inner: nn.Module = getattr(model, "base_model", model)
-    signature = inspect.signature(inner.forward)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if current_inspection() is None and not is_whole():
-            given = signature.bind_partial(*args, **kwargs).arguments
-            _refuse_inputs(model, {**given, **given.get("kwargs", {})}, batch)
+            _refuse_inputs(model, named_arguments(inner, args, kwargs), batch)
 
     undo.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
     return undo.close
@@ -134,6 +147,34 @@ def refuse_other_terms(model: nn.Module, kwargs: dict[str, Any], output: Any, ba
         )
 
 
+def refuse_positions(model: nn.Module, given: dict[str, Any], batch: OpenBatch) -> None:
+    """Raise for a model that was called with other positions than this rank's, or counted its own. Collective, unless
+    the positions are the scope's own tensor."""
+    if batch.features or "position_ids" not in inspect.signature(model.forward).parameters:
+        return  # it makes its positions in a way that the scope knows
+    positions = given.get("position_ids")
+    if positions is None:
+        why = "without position_ids, so it counts from 0 on every rank"
+    elif positions.untyped_storage().data_ptr() == batch.local_positions.untyped_storage().data_ptr():
+        return
+    else:
+        fits = torch.tensor([_are_alike(positions, batch.local_positions)], device=positions.device)
+        if bool(true_everywhere(fits, batch.cut.mesh).all()):
+            return
+        why = "with other position_ids than those of this rank's tokens"
+    raise LongmeshError(
+        f"hf.context_parallel: {type(model).__name__} is called {why}; call it with those that the scope yields. "
+        "Positions of your own belong in the batch that the scope is given, of all tokens"
+    )
+
+
+def _are_alike(positions: Tensor, others: Tensor) -> bool:
+    try:
+        return bool((positions == others.to(positions.device)).all())
+    except RuntimeError:
+        return False
+
+
 _KNOWN = (*CUT, "shift_labels", "num_items_in_batch")
 
 
@@ -158,6 +199,12 @@ def refuse_options(model: nn.Module, kwargs: dict[str, Any], batch: OpenBatch) -
                 f"hf.context_parallel: {type(model).__name__} is called with {name}, which would keep the last tokens "
                 "of each rank's part; leave it out. To generate, use hf.ShardedCache, outside the scope"
             )
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        raise LongmeshError(
+            f"hf.context_parallel: {type(model).__name__} is called with use_cache=True or past_key_values, and each "
+            "rank's cache would hold its own tokens only; leave them out. To generate, use hf.ShardedCache, outside "
+            "the scope"
+        )
     if asked("output_attentions"):
         raise LongmeshError(
             f"hf.context_parallel: {type(model).__name__} is asked for output_attentions; attention over a cut "

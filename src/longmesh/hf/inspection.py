@@ -120,17 +120,27 @@ def _look_for_mixing(model: nn.Module, batch: OpenBatch) -> None:
 
 
 def _refuse_pooled(model: nn.Module, first: Run, second: Run, num: int) -> None:
-    """A result of whole rows, such as that of a classifier's last token: each rank would have one of its own part."""
-    outputs = [run.calls[-1].outputs for run in (first, second)]
-    for a, b in zip(*outputs, strict=False):
-        of_rows = a.is_floating_point() and a.ndim > 1 and num not in a.shape and len(a) == first.rows
-        if of_rows and (a.shape != b.shape or not torch.allclose(a, b, rtol=1e-4, equal_nan=True)):
-            raise LongmeshError(
-                f"hf.context_parallel can't cut {type(model).__name__}: it makes one result of a whole row, of shape "
-                f"{tuple(a.shape)}, from its first, its last or all tokens, and each rank would make it from its own; "
-                "cut the model without that head, gather its hidden states "
-                "(longmesh.experimental.context_parallel_unshard) and pool those"
+    """A result of whole rows, such as that of a classifier's last token, or of the batch, such as a mean: each rank
+    would have one of its own part."""
+    for name, a, b in _paired_results(first, second):
+        is_pooled = a.is_floating_point() and num not in a.shape and (not a.ndim or len(a) == first.rows)
+        if is_pooled and (a.shape != b.shape or not torch.allclose(a, b, rtol=1e-4, equal_nan=True)):
+            what = (
+                f"whole row, of shape {tuple(a.shape)}," if a.ndim else f"whole batch, the number {name!r},"
             )
+            raise LongmeshError(
+                f"hf.context_parallel can't cut {type(model).__name__}: it makes one result of a {what} from its "
+                "first, its last or all tokens, and each rank would make it from its own; cut the model without that "
+                "head, gather its hidden states (longmesh.experimental.context_parallel_unshard) and pool those"
+            )
+
+
+def _paired_results(first: Run, second: Run) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What both runs returned, by name; a router loss is made anew from the counts of all ranks."""
+    for name in first.results:
+        if name != "aux_loss":
+            for a, b in zip(first.results[name], second.results.get(name, []), strict=False):
+                yield name, a, b
 
 
 def _pairs(first: Run, second: Run) -> Iterator[tuple[Call, Call]]:

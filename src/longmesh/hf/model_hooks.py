@@ -18,10 +18,12 @@ from torch import nn
 from longmesh._torch import compiled_module, watch_modules
 from longmesh.hf.adaptation import Adaptation, adapt
 from longmesh.hf.call_checks import (
+    named_arguments,
     refuse_compiled,
     refuse_loss,
     refuse_options,
     refuse_other_terms,
+    refuse_positions,
     refuse_zero_padding,
 )
 from longmesh.hf.gather import warn_of_memory
@@ -54,12 +56,12 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
         return threading.get_ident() == thread and current_inspection() is None
 
     def before(module: nn.Module, args: Any) -> None:
+        is_first = is_ours(module) and not outermost
+        if is_ours(module):
+            outermost.append(module)
         if isinstance(compiled_module(module), PreTrainedModel):
             refuse_compiled(module)
-        if not is_ours(module):
-            return
-        outermost.append(module)
-        if len(outermost) == 1:
+        if is_first:
             refuse_zero_padding(module, batch)
             adaptation = adaptation_of(module, batch, gather)
             batch.count_positions(adaptation.rule, padding_id(module))
@@ -82,16 +84,26 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
             if batch.loss is not None:
                 batch.loss.in_model = False
             if output is not None:
-                refuse_options(module, kwargs, batch)
-                refuse_loss(module, kwargs, output, batch)
+                given = named_arguments(module, args, kwargs)
+                refuse_options(module, given, batch)
+                refuse_positions(module, given, batch)
+                refuse_loss(module, given, output, batch)
                 if module not in _has_known_loss:
-                    refuse_other_terms(module, kwargs, output, batch)
+                    refuse_other_terms(module, given, output, batch)
                     _has_known_loss.add(module)
-        return share_router_loss(module, output, batch)
+                output = without_cache(output)
+        return share_router_loss(module, output, batch) or output
 
     with contextlib.ExitStack() as undo:
         undo.callback(watch_modules(before, after, with_kwargs=True))
         yield
+
+
+def without_cache(output: Any) -> Any:
+    """A model's output without the cache that it fills by default: it holds this rank's tokens only."""
+    if not isinstance(output, dict) or output.get("past_key_values") is None:
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
 
 
 def adaptation_of(model: nn.Module, batch: OpenBatch, gather: bool) -> Adaptation:

@@ -28,8 +28,11 @@ class Call:
 
 @dataclass
 class Run:
+    """`results`: what the model returned, by name or place."""
+
     rows: int
     calls: list[Call] = field(default_factory=list)
+    results: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
 class CannotRun(Exception):
@@ -82,7 +85,7 @@ def observe(model: nn.Module, given: dict[str, Tensor]) -> Run:
     handles += [module.register_forward_pre_hook(enter) for module in names]
     set_inspection(Inspection(tokens, rows, given.get("position_ids")))
     try:
-        model(**_accepted(model, {**given, "use_cache": False}))
+        output = model(**_accepted(model, {**given, "use_cache": False}))
     except Exception as error:
         inner = entered[-1] if entered else model
         why = str(error) if isinstance(error, LongmeshError) else f"{type(error).__name__}: {error}"
@@ -91,7 +94,15 @@ def observe(model: nn.Module, given: dict[str, Tensor]) -> Run:
         set_inspection(None)
         for handle in handles:
             handle.remove()
+    run.results = _results(output)
     return run
+
+
+def _results(output: Any) -> dict[str, list[Tensor]]:
+    named = output
+    if not isinstance(output, dict):
+        named = dict(enumerate(output if isinstance(output, (list, tuple)) else [output]))
+    return {str(name): _tensors(value) for name, value in named.items()}
 
 
 def _accepted(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:

@@ -168,6 +168,11 @@ def is_whole() -> bool:
     return _whole.get() or _fusing.get()
 
 
+def is_gathered() -> bool:
+    """Whether something runs on what all ranks hold together: a gathered layer, or a loss of gathered logits."""
+    return _whole.get()
+
+
 def is_fusing() -> bool:
     """Whether a model runs that has not reached its language model, where its sequence is cut."""
     return _fusing.get()

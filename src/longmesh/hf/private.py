@@ -31,14 +31,22 @@ def interfaces() -> tuple[Any, Any]:
 
 def attention_classes() -> list[dict[str, Any]]:
     """Of models that choose their attention by the name of the implementation."""
+    from transformers.models.bark import modeling_bark
+    from transformers.models.deepseek_ocr2 import modeling_deepseek_ocr2
     from transformers.models.falcon import modeling_falcon
+    from transformers.models.git import modeling_git
     from transformers.models.gpt_neo import modeling_gpt_neo
     from transformers.models.gptj import modeling_gptj
+    from transformers.models.unlimited_ocr import modeling_unlimited_ocr
 
     return [
+        modeling_bark.BARK_ATTENTION_CLASSES,
+        modeling_deepseek_ocr2.DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES,
         modeling_falcon.FALCON_ATTENTION_CLASSES,
+        modeling_git.GIT_SELF_ATTENTION_CLASSES,
         modeling_gpt_neo.GPT_NEO_ATTENTION_CLASSES,
         modeling_gptj.GPTJ_ATTENTION_CLASSES,
+        modeling_unlimited_ocr.UNLIMITED_OCR_SAM_VISION_ATTENTION_CLASSES,
     ]
 
 

@@ -18,12 +18,12 @@ from longmesh.attention import Exchange, Layout, masks
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope, plan_ahead as plan_scope
 from longmesh.errors import LongmeshError
+from longmesh.hf import own_loss, scores
 from longmesh.hf.interface import attend_directly, attend_in_module
 from longmesh.hf.loss import SharedLoss
 from longmesh.hf.mixers.bind import is_mixer
 from longmesh.hf.model_hooks import watch_models
 from longmesh.hf.open_batch import OpenBatch, current_batch, set_batch
-from longmesh.hf.scores import HANDLERS
 from longmesh.hf.whole_batch import WholeBatch
 from longmesh.plan import Cluster
 
@@ -113,14 +113,15 @@ def context_parallel(
     whole = OpenBatch(cut, given, batch, length)
     part = whole.part(batch)
     handlers: dict[Callable[..., Any], Callable[..., Any]] = {
-        **HANDLERS,
+        **scores.HANDLERS,
+        **own_loss.HANDLERS,
         torch.nn.functional.scaled_dot_product_attention: partial(attend_directly, cut),
         torch.nn.functional.multi_head_attention_forward: attend_in_module,
     }
     if batch.get("labels") is not None:
         whole.loss = SharedLoss(cut.lead, batch["labels"], given.padding, cut.mesh)
         part |= whole.loss.part()
-        handlers[torch.nn.functional.cross_entropy] = whole.loss
+        handlers[torch.nn.functional.cross_entropy] = own_loss.unless_gathered(whole.loss)
     mode = open_scope(cut, handlers)
     set_batch(whole)
     try:

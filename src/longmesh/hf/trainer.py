@@ -32,7 +32,7 @@ from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, axis_size, same_batch, sum_over, use_mesh
 from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.loop import plain_model, set_attention
-from longmesh.hf.open_batch import current_batch
+from longmesh.hf.open_batch import as_whole, current_batch
 from longmesh.hf.private import TrainerHooks, shifts_labels
 from longmesh.hf.scope import context_parallel
 from longmesh.hf.whole_batch import scope_arguments
@@ -253,14 +253,15 @@ class Trainer(TrainerHooks, transformers.Trainer):
         labels = whole["labels"]
         hidden = {"labels", "shift_labels", "num_items_in_batch"}
         outputs = whole_outputs(model(**{name: v for name, v in inputs.items() if name not in hidden}))
-        if self.compute_loss_func is not None:
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
-        else:
-            assert self.label_smoother is not None
-            shifts = shifts_labels(plain_model(self.accelerator.unwrap_model(self.model)))
-            loss = self.label_smoother(
-                outputs, labels, shift_labels=shifts, num_items_in_batch=num_items_in_batch
-            )
+        shifts = shifts_labels(plain_model(self.accelerator.unwrap_model(self.model)))
+        with as_whole():
+            if self.compute_loss_func is not None:
+                loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+            else:
+                assert self.label_smoother is not None
+                loss = self.label_smoother(
+                    outputs, labels, shift_labels=shifts, num_items_in_batch=num_items_in_batch
+                )
         scale = self.cp_size if num_items_in_batch is None else self.accelerator.num_processes
         # Backward gives each rank the gradient of its own tokens: their sum is the whole's. The value is the whole's
         # already, on each of them.
