@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longmesh.hf.open_batch import OpenBatch, current_inspection, is_whole
-from longmesh.hf.scores import CutBias
+from longmesh.hf.score_ops import CutBias
 
 
 def give_bias(module: nn.Module, batch: OpenBatch) -> Callable[[], None]:

@@ -142,6 +142,11 @@ class Trainer(TrainerHooks, transformers.Trainer):
                 "hf.Trainer with auto_find_batch_size=True: a rank that runs out of memory alone would start over with "
                 "another batch while the others wait for it; give per_device_train_batch_size, and leave it out"
             )
+        if args.torch_compile:
+            raise LongmeshError(
+                "hf.Trainer with torch_compile=True: a compiled model can't be inspected before its first step; leave "
+                "it out, and compile layers without attention, such as MLPs, by their own compile()"
+            )
         if args.eval_use_gather_object:
             raise LongmeshError("hf.Trainer with eval_use_gather_object=True: gather tensors instead")
 

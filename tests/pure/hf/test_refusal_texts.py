@@ -155,7 +155,7 @@ def test_an_unknown_way_with_layers_and_an_unknown_name():
     [
         ("cumsum", lambda s: s.cumsum(-1)),
         ("softmax", lambda s: s.softmax(0)),
-        ("matmul before softmax", lambda s: scores.product(torch.matmul)(s, torch.zeros(1, 2, 5, 4))),
+        ("matmul before softmax", lambda s: torch.matmul(s, torch.zeros(1, 2, 5, 4))),
         ("mul", lambda s: s.softmax(-1) * 2.0),
         ("mul", lambda s: s * -1.0),
         ("div", lambda s: 1.0 / s),
