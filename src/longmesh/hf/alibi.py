@@ -7,6 +7,7 @@ method of the instance is another: it makes the bias of the whole sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,27 +19,16 @@ from longmesh.hf.score_ops import CutBias
 
 def give_bias(module: nn.Module, batch: OpenBatch) -> Callable[[], None]:
     """Let a module that makes an ALiBi bias make that of the whole sequence. Returns what undoes it."""
-    names = [name for name in ("build_alibi_tensor", "build_mpt_alibi_tensor") if hasattr(type(module), name)]
-    for name in names:
-        own = getattr(module, name)
-        setattr(
-            module, name, _for_whole(own, batch) if name == "build_alibi_tensor" else _for_length(own, batch)
-        )
-
-    # Bloom asks its method only if there is a mask of padding.
-    handle = (
-        module.register_forward_pre_hook(_with_mask, with_kwargs=True)
-        if "build_alibi_tensor" in names
-        else None
-    )
-
-    def undo() -> None:
-        for name in names:
-            vars(module).pop(name, None)
-        if handle is not None:
-            handle.remove()
-
-    return undo
+    undo = ExitStack()
+    for name, for_whole in {"build_alibi_tensor": _of_mask, "build_mpt_alibi_tensor": _of_length}.items():
+        if hasattr(type(module), name):
+            setattr(module, name, for_whole(getattr(module, name), batch))
+            undo.callback(vars(module).pop, name, None)
+    if hasattr(
+        type(module), "build_alibi_tensor"
+    ):  # Bloom asks its method only if there is a mask of padding
+        undo.callback(module.register_forward_pre_hook(_with_mask, with_kwargs=True).remove)
+    return undo.close
 
 
 def _with_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,7 +39,7 @@ def _with_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args, {**kwargs, "attention_mask": torch.ones(like.shape, dtype=torch.long, device=like.device)}
 
 
-def _for_whole(own: Callable[..., Tensor], batch: OpenBatch) -> Callable[..., Tensor]:
+def _of_mask(own: Callable[..., Tensor], batch: OpenBatch) -> Callable[..., Tensor]:
     """From a mask of padding, (rows, tokens)."""
 
     def build(attention_mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -63,7 +53,7 @@ def _for_whole(own: Callable[..., Tensor], batch: OpenBatch) -> Callable[..., Te
     return build
 
 
-def _for_length(own: Callable[..., Tensor], batch: OpenBatch) -> Callable[..., Tensor]:
+def _of_length(own: Callable[..., Tensor], batch: OpenBatch) -> Callable[..., Tensor]:
     """From a number of tokens, of which attention takes the last ones."""
 
     def build(num_heads: int, sequence_length: int, *args: Any, **kwargs: Any) -> Tensor:

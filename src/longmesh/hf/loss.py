@@ -46,9 +46,8 @@ class SharedLoss:
         self._num_items, self._counts_all = self._num_following.clone(), False
         self._mesh = mesh
         self.in_model = False
-        self._seen: list[
-            tuple[Tensor, bool]
-        ] = []  # since a model began to run: a value, and whether it is a mean
+        # Cross entropies since a model began to run: the value, and whether it is a mean.
+        self._seen: list[tuple[Tensor, bool]] = []
 
     def enter_model(self) -> None:
         self.in_model, self._seen = True, []

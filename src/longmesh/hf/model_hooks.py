@@ -68,6 +68,7 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
             if module not in prepared:
                 prepared[module] = None
                 undo.push(adapt(module, adaptation, batch))
+            batch.in_model = True
             set_fusing(bool(batch.features))
             if batch.loss is not None:
                 batch.loss.enter_model()
@@ -75,11 +76,11 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
     def after(module: nn.Module, args: Any, *rest: Any) -> Any:
         if not is_ours(module):
             return None
-        kwargs, output = (
-            rest if len(rest) == 2 else ({}, None)
-        )  # torch leaves kwargs out where a model has raised
+        # torch leaves kwargs out where a model has raised.
+        kwargs, output = rest if len(rest) == 2 else ({}, None)
         outermost.pop()
         if not outermost:
+            batch.in_model = False
             set_fusing(False)
             if batch.loss is not None:
                 batch.loss.in_model = False

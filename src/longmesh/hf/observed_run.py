@@ -61,7 +61,6 @@ def quiet(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, was in training.items():
-            module.training = was
             own_buffers(module).update(buffers[module])
             vars(module).update(numbers.get(module, {}))
             module.training = was

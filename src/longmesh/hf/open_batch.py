@@ -28,7 +28,7 @@ class OpenBatch:
     `positions`: counted, if the batch gave none. `in_order`: those that tell documents. `has_mask`: an attention_mask
     was given, if only of ones. `types`: of tokens, for masks that depend on them. `decoder`: the modules that see this
     rank's tokens only, None if all of a model's do. `num_given`: tokens of a row, but for those that were added so that
-    every rank has some. `loss`: of a batch with labels.
+    every rank has some. `loss`: of a batch with labels. `in_model`: a transformers model runs.
     """
 
     def __init__(self, cut: CutSequence, given: WholeBatch, batch: Mapping[str, Any], num_given: int) -> None:
@@ -39,6 +39,7 @@ class OpenBatch:
         self.decoder: frozenset[nn.Module] | None = None
         self.num_given = num_given
         self.loss: SharedLoss | None = None
+        self.in_model = False
         self._given = given
         self._blocks: dict[Callable[[Tensor], Tensor], masks.Mask] = {}
         self._recurrent: dict[tuple[bool, bool], RecurrentParallel] = {}

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import current_inspection, is_gathered
+from longmesh.hf.open_batch import current_batch, current_inspection, is_gathered
 
 _LOSSES: tuple[Callable[..., Tensor], ...] = (
     F.cross_entropy,
@@ -45,8 +45,9 @@ def _refuse_mean(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     signature = inspect.signature(func)
 
     def compute(*args: Any, **kwargs: Any) -> Tensor:
-        if is_gathered() or current_inspection() is not None:
-            return func(*args, **kwargs)
+        batch = current_batch()
+        if is_gathered() or batch is None or batch.in_model or current_inspection() is not None:
+            return func(*args, **kwargs)  # a model's loss is looked at when it returns
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         reduction, value = given.arguments["reduction"], args[0] if args else kwargs["input"]

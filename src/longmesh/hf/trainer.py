@@ -35,11 +35,11 @@ from longmesh.hf.loop import plain_model, set_attention
 from longmesh.hf.open_batch import as_whole, current_batch
 from longmesh.hf.private import TrainerHooks, shifts_labels
 from longmesh.hf.scope import context_parallel
+from longmesh.hf.trainer_arguments import refuse_arguments
 from longmesh.hf.whole_batch import scope_arguments
 from longmesh.plan import Cluster
 
 _FEW_BYTES = 2**30
-_SFT = ("trl", "SFTTrainer")  # takes shifted labels, and divides by the number of all
 
 
 class Trainer(TrainerHooks, transformers.Trainer):
@@ -81,8 +81,8 @@ class Trainer(TrainerHooks, transformers.Trainer):
         self._has_compared = False
         self._has_computed = False
         super().__init__(*args, **kwargs)
-        self._check_arguments()
         if self.cp_size > 1:
+            refuse_arguments(self.args, loss, self._loss_owner())
             assert isinstance(self.model, nn.Module)
             set_attention(self.model)
 
@@ -109,46 +109,6 @@ class Trainer(TrainerHooks, transformers.Trainer):
         if self.cp_size > 1:
             set_attention(model)
         return model
-
-    def _check_arguments(self) -> None:
-        if self.cp_size == 1:
-            return
-        args, owner = self.args, self._loss_owner()
-        if owner is not transformers.Trainer and (owner.__module__.partition(".")[0], owner.__name__) != _SFT:
-            raise LongmeshError(
-                f"hf.Trainer with {owner.__name__}, which computes its own loss: on this rank's tokens alone it may "
-                "be wrong; supported are transformers.Trainer and trl.SFTTrainer"
-            )
-        if self._loss == "tiled" and owner is not transformers.Trainer:
-            raise LongmeshError(
-                f"hf.Trainer(loss='tiled') with {owner.__name__}, which computes its own loss; leave loss= out"
-            )
-        if not args.average_tokens_across_devices:
-            raise LongmeshError(
-                "hf.Trainer with average_tokens_across_devices=False: a rank's part of a sequence is not a batch of "
-                "its own; leave it at True, which divides by the labels of all ranks"
-            )
-        if args.train_sampling_strategy == "batch_rebalance":
-            raise LongmeshError(
-                "hf.Trainer with train_sampling_strategy='batch_rebalance': it deals rows to single ranks; use another"
-            )
-        if args.neftune_noise_alpha is not None:
-            raise LongmeshError(
-                f"hf.Trainer with neftune_noise_alpha={args.neftune_noise_alpha}: NEFTune scales its noise by the "
-                "number of tokens that a rank sees, so it would be too large; leave it unset"
-            )
-        if args.auto_find_batch_size:
-            raise LongmeshError(
-                "hf.Trainer with auto_find_batch_size=True: a rank that runs out of memory alone would start over with "
-                "another batch while the others wait for it; give per_device_train_batch_size, and leave it out"
-            )
-        if args.torch_compile:
-            raise LongmeshError(
-                "hf.Trainer with torch_compile=True: a compiled model can't be inspected before its first step; leave "
-                "it out, and compile layers without attention, such as MLPs, by their own compile()"
-            )
-        if args.eval_use_gather_object:
-            raise LongmeshError("hf.Trainer with eval_use_gather_object=True: gather tensors instead")
 
     def _loss_owner(self) -> type:
         """The class behind this one whose compute_loss is called."""
