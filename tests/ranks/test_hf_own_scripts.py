@@ -13,6 +13,7 @@ from longmesh.attention import cut_cross_entropy
 from longmesh.errors import LongmeshError
 from longmesh.experimental import context_parallel_unshard
 from longmesh.testing import cpu_mesh
+from support.tiny_models import checkpoint_layers
 
 
 def pooled(pool: Callable[[Tensor], dict[str, Tensor]]) -> Any:
@@ -50,6 +51,18 @@ def compiled(model: Any, name: str) -> Any:
 def without_positions(model: Any) -> Any:
     with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS}) as part:
         return model(part["input_ids"])
+
+
+def backward_too_late(model: Any) -> None:
+    checkpoint_layers(model)
+    with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS, "labels": IDS}) as part:
+        loss = model(**part, use_cache=False).loss
+    loss.backward()
+
+
+def plan_bounds(bounds: list[int]) -> None:
+    with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS.reshape(1, -1)}, cu_seqlens=bounds):
+        pass
 
 
 def flat(logits: Tensor) -> Tensor:
@@ -90,6 +103,18 @@ def refused() -> dict[str, tuple[Callable[[], Any], str]]:
         "a cache given": (
             lambda: call(make("llama"), past_key_values=t.DynamicCache()),
             "each rank's cache would hold its own tokens only; leave them out. To generate, use hf.ShardedCache",
+        ),
+        "backward after the scope": (
+            lambda: backward_too_late(make("llama")),
+            "LlamaAttention runs with a mask of hf.context_parallel after its scope was left: call backward()",
+        ),
+        "a batch for each rank": (
+            lambda: call(make("llama"), {"input_ids": IDS.roll(torch.distributed.get_rank())}),
+            "the ranks of one sequence got different batches; a sampler or collator that draws random numbers must",
+        ),
+        "bounds for each rank": (
+            lambda: plan_bounds([0, 4 + torch.distributed.get_rank(), 26]),
+            "the ranks of one sequence got different batches",
         ),
         "a mean of tokens": (
             lambda: scored(

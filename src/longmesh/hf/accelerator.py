@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -204,26 +203,3 @@ def sum_over(mesh: DeviceMesh, name: str, value: torch.Tensor) -> torch.Tensor:
 def _group(mesh: DeviceMesh, name: str) -> AxisGroup:
     assert mesh.mesh_dim_names is not None
     return comm_of(mesh).group((mesh.mesh_dim_names.index(name),))
-
-
-def same_batch(mesh: DeviceMesh, batch: Mapping[str, Any]) -> None:
-    """Raise on every rank of "cp" if they hold different batches. Collective over them."""
-    size = axis_size(mesh, "cp")
-    if size == 1:
-        return
-    seen = [_digest(name, value) for name, value in sorted(batch.items())]
-    mine = torch.tensor([len(seen), math.fsum(seen) % 2**40], dtype=torch.float64)
-    every = collectives.all_gather(mine.to(mesh.device_type), group=_group(mesh, "cp")).view(size, 2)
-    if bool((every != every[0]).any()):
-        raise LongmeshError(
-            "the ranks of one sequence got different batches; a sampler or collator that draws random numbers must be "
-            "seeded alike on all ranks of 'cp', with a generator of its own"
-        )
-
-
-def _digest(name: str, value: Any) -> float:
-    if not isinstance(value, torch.Tensor):
-        return 0.0
-    wide = value.detach().flatten().double()
-    weights = torch.arange(1, len(wide) + 1, dtype=torch.float64, device=wide.device) % 8191 + 1
-    return float((wide * weights).sum()) + 131.0 * sum(value.shape) + float(sum(name.encode()))

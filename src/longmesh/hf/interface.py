@@ -76,6 +76,11 @@ def attend(
             softcap=softcap,
             sinks=s_aux,
         )
+    if cut is None and isinstance(attention_mask, CutMask):
+        raise LongmeshError(
+            f"{type(module).__name__} runs with a mask of hf.context_parallel after its scope was left: call "
+            "backward() inside the scope, where activation checkpoints run layers again"
+        )
     if cut is None or is_whole() or (batch is not None and batch.is_outside(module)):
         return _by_sdpa(
             module,

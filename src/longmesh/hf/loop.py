@@ -32,7 +32,7 @@ except ImportError as error:
     ) from error
 
 from longmesh.errors import LongmeshError
-from longmesh.hf.accelerator import MeshAccelerator, same_batch, sum_over, use_mesh
+from longmesh.hf.accelerator import MeshAccelerator, sum_over, use_mesh
 from longmesh.hf.interface import NAME, register
 from longmesh.hf.loss import IGNORED
 from longmesh.hf.open_batch import current_batch
@@ -106,7 +106,6 @@ def cut_batch(
             "cut_batch: this accelerator has no mesh; call hf.prepare(accelerator, model, ..., mesh=mesh) first"
         )
     mesh = accelerator.longmesh_mesh
-    same_batch(mesh, batch)
     rest, options = scope_arguments(batch)
     how = {"model": model, "cluster": cluster}
     accelerator.__dict__["longmesh_scope"] = how  # the next batch is planned so

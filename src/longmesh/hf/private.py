@@ -121,7 +121,7 @@ class TrainerHooks:
         """Called before each step, before inputs go to the device: a scope, and what the model is called with."""
         if self.cp_size == 1:
             return super()._prepare_context_parallel_inputs(model, inputs)  # pyright: ignore[reportAttributeAccessIssue]
-        return self.cut_inputs(self._prepare_inputs(inputs), inputs)
+        return self.cut_inputs(self._prepare_inputs(inputs))
 
     def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
         """Each rank of a sequence counts its tokens, and all are added up."""

@@ -24,6 +24,7 @@ from longmesh.hf.loss import SharedLoss
 from longmesh.hf.mixers.bind import is_mixer
 from longmesh.hf.model_hooks import watch_models
 from longmesh.hf.open_batch import OpenBatch, current_batch, set_batch
+from longmesh.hf.same_batch import refuse_different
 from longmesh.hf.whole_batch import WholeBatch
 from longmesh.plan import Cluster
 
@@ -77,7 +78,7 @@ def context_parallel(
 ) -> Iterator[dict[str, Any]]:
     """Cut a batch over the ranks of the mesh and yield this rank's part, with which to call a model inside the scope.
 
-    `batch` is whole on every rank: input_ids (rows, tokens) or inputs_embeds and, optionally, labels,
+    `batch` is whole on every rank, and the same: input_ids (rows, tokens) or inputs_embeds and, optionally, labels,
     position_ids and attention_mask (1 for tokens, 0 for padding) of the same shape; position_ids may be (3, rows,
     tokens), token_type_ids are for models that mask by them. Documents packed into a row are found in position_ids that
     start again, or given by `cu_seqlens`. Labels are those of each token, not shifted: they are shifted before the cut,
@@ -105,6 +106,9 @@ def context_parallel(
             "hf.context_parallel inside another: a model would see the batch of one and the positions of the other; "
             "leave the first scope before the next, or give one batch with the rows of both"
         )
+    refuse_different(
+        mesh, batch if cu_seqlens is None else {**batch, "cu_seqlens": torch.as_tensor(cu_seqlens)}
+    )
     layout = _layout_for(layout, model)
     length = WholeBatch.of(batch, cu_seqlens).ids.shape[1]
     batch, given, cut = _cut(

@@ -29,7 +29,7 @@ except ImportError as error:
 
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.errors import LongmeshError
-from longmesh.hf.accelerator import MeshAccelerator, axis_size, same_batch, sum_over, use_mesh
+from longmesh.hf.accelerator import MeshAccelerator, axis_size, sum_over, use_mesh
 from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.loop import plain_model, set_attention
 from longmesh.hf.open_batch import as_whole, current_batch
@@ -78,7 +78,6 @@ class Trainer(TrainerHooks, transformers.Trainer):
         self._cluster = cluster
         self._whole: dict[str, Any] | None = None
         self._gathers_outputs = False
-        self._has_compared = False
         self._has_computed = False
         super().__init__(*args, **kwargs)
         if self.cp_size > 1:
@@ -127,15 +126,8 @@ class Trainer(TrainerHooks, transformers.Trainer):
 
     # -- a step over a cut sequence ----------------------------------------------------------------
 
-    def cut_inputs(
-        self, batch: dict[str, Any], inputs: dict[str, Any]
-    ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """A scope, and what the model is called with, which is known when the scope is entered. `inputs`: the batch
-        before it went to the device."""
-        assert self.mesh is not None
-        if not self._has_compared or self.mesh.device_type == "cpu":
-            same_batch(self.mesh, inputs)
-            self._has_compared = True
+    def cut_inputs(self, batch: dict[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """A scope, and what the model is called with, which is known when the scope is entered."""
         batch, options = scope_arguments(batch)
         part: dict[str, Any] = {}
         return lambda: self._scope(batch, options, part), part

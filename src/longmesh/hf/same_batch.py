@@ -1,0 +1,59 @@
+"""Whether all ranks of a sequence were given the same batch: each would cut another one, and attention would mix them.
+
+Compared at the first scope of a mesh, and at every one on CPUs: elsewhere a comparison would wait for the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from longmesh.comm import MeshComm, collectives, comm_of, kept_by_mesh
+from longmesh.comm.agree import checks_every_call
+from longmesh.errors import LongmeshError
+
+
+def refuse_different(mesh: DeviceMesh, batch: Mapping[str, Any]) -> None:
+    """Raise on every rank of the mesh if they hold different batches. Collective."""
+    if mesh.size() == 1 or not _is_asked(mesh):
+        return
+    group = comm_of(mesh).group(tuple(range(mesh.ndim)))
+    every = collectives.all_gather(_digest(batch).to(mesh.device_type)[None], group=group)
+    numbers, sizes = every[:, 0], every[:, 1]
+    if bool((numbers != numbers[0]).any()) or not torch.allclose(sizes, sizes[:1], rtol=1e-3):
+        raise LongmeshError(
+            "the ranks of one sequence got different batches; a sampler or collator that draws random numbers must be "
+            "seeded alike on all ranks of 'cp', with a generator of its own"
+        )
+
+
+def _is_asked(mesh: DeviceMesh) -> bool:
+    before = _scopes(comm_of(mesh))
+    return next(before) == 0 or mesh.device_type == "cpu" or checks_every_call()
+
+
+@kept_by_mesh(1)
+def _scopes(comm: MeshComm) -> Iterator[int]:
+    return itertools.count()
+
+
+def _digest(batch: Mapping[str, Any]) -> Tensor:
+    """A number made of names, shapes and integers, and the size of floats, which ranks may round differently."""
+    number, size = 0, 0.0
+    for name, value in sorted(batch.items()):
+        if not isinstance(value, Tensor):
+            continue
+        number = zlib.crc32(f"{name} {tuple(value.shape)} {number}".encode())
+        flat = value.detach().flatten()
+        if value.is_floating_point():
+            size += float(flat.nan_to_num().abs().sum(dtype=torch.float64))
+        else:
+            weights = torch.arange(1, len(flat) + 1, device=flat.device) % 8191 + 1
+            number = zlib.crc32(f"{number} {int((flat.long() * weights).sum())}".encode())
+    return torch.tensor([number, size], dtype=torch.float64)
