@@ -26,7 +26,14 @@ CHECKPOINTS = next(  # the second, before transformers 5.23
     if name in transformers.TrainingArguments.__dataclass_fields__
 )
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
-BEST = {**EVALUATED, "save_strategy": "steps", "save_steps": 5, "load_best_model_at_end": True}
+# The loss falls, so what counts as best here is the first, and it does not become better.
+BEST = {
+    **EVALUATED,
+    "save_strategy": "steps",
+    "save_steps": 5,
+    "load_best_model_at_end": True,
+    "greater_is_better": True,
+}
 
 
 def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -88,10 +95,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], Options]] = {
         EVALUATED,
         lambda: {"eval_dataset": {name: make_rows("plain", n) for name, n in {"a": 4, "b": 8}.items()}},
     ),
-    "best": ("plain", {**BEST, "learning_rate": 0.1}, lambda: {"compute_metrics": count_right}),
+    "best": ("plain", BEST, lambda: {"compute_metrics": count_right}),
     "early stop": (
         "plain",
-        {**BEST, "eval_steps": 1, "save_steps": 1, "learning_rate": 0.3},
+        {**BEST, "eval_steps": 1, "save_steps": 1},
         lambda: {"callbacks": [transformers.EarlyStoppingCallback(2)]},
     ),
     "callbacks": ("plain", {}, lambda: {"callbacks": [HalvedRate()]}),
@@ -128,7 +135,7 @@ def run(kind: Any, name: str, folder: str, batch: int, resume: str | None = None
     args = transformers.TrainingArguments(
         folder,
         per_device_train_batch_size=batch,
-        per_device_eval_batch_size=2,
+        per_device_eval_batch_size=batch,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
@@ -181,8 +188,11 @@ def both(name: str, shape: tuple[int, int], folder: str) -> dict[str, float]:
     return apart(ours, expected)
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+# Rows that are grouped by length depend on the rows of a process, which are others with data parallelism.
+CASES = [(name, shape) for name in OPTIONS for shape in MESHES if name != "by length" or shape[0] == 1]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=str)
 def test_losses_and_weights_are_those_of_one_process(pool, tmp_path, name, shape):
     tolerance = 2e-2 if name == "bf16" else 1e-5  # bf16 has 8 bits
     for differences in pool.run(both, name, shape, str(tmp_path), ranks=shape[0] * shape[1], timeout=300.0):
