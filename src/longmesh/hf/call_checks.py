@@ -155,7 +155,7 @@ def refuse_positions(model: nn.Module, given: dict[str, Any], batch: OpenBatch) 
     positions = given.get("position_ids")
     if positions is None:
         why = "without position_ids, so it counts from 0 on every rank"
-    elif positions.untyped_storage().data_ptr() == batch.local_positions.untyped_storage().data_ptr():
+    elif _is_same_tensor(positions, batch.local_positions):
         return
     else:
         fits = torch.tensor([_are_alike(positions, batch.local_positions)], device=positions.device)
@@ -166,6 +166,10 @@ def refuse_positions(model: nn.Module, given: dict[str, Any], batch: OpenBatch) 
         f"hf.context_parallel: {type(model).__name__} is called {why}; call it with those that the scope yields. "
         "Positions of your own belong in the batch that the scope is given, of all tokens"
     )
+
+
+def _is_same_tensor(first: Tensor, second: Tensor) -> bool:
+    return first.data_ptr() == second.data_ptr() and first.shape == second.shape
 
 
 def _are_alike(positions: Tensor, others: Tensor) -> bool:
