@@ -1,6 +1,7 @@
 """What a script may do in a scope by itself, models, losses, positions and caches: exact, or refused on every rank."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -194,6 +195,43 @@ def distances() -> dict[str, float]:
 def test_losses_that_add_up_are_those_of_one_process(pool):
     for found in pool.run(distances, ranks=2, timeout=120.0):
         assert max(found.values()) < 1e-5, found
+
+
+def fused(divided_here: bool) -> float | str:
+    """The loss of a model whose head returns log-probabilities, as TRL's does; divided by its own number of labels."""
+    import transformers as t
+
+    class Fused(t.LlamaForCausalLM):
+        def forward(
+            self, labels: Any = None, shift_labels: Any = None, num_items_in_batch: Any = None, **rest: Any
+        ):
+            if labels is None:
+                return super().forward(**rest)
+            logits = self.lm_head(self.model(**rest).last_hidden_state)
+            seen = logits.log_softmax(-1).gather(-1, shift_labels.clamp(min=0)[..., None]).squeeze(-1)
+            seen = seen.masked_fill(shift_labels < 0, 0.0)
+            count = (shift_labels >= 0).sum() if divided_here else num_items_in_batch
+            return SimpleNamespace(loss=-seen.sum() / count, log_probs=seen)
+
+    hf.register()
+    plain = make("llama")
+    model = Fused._from_config(plain.config, attn_implementation="longmesh").eval()
+    model.load_state_dict(plain.state_dict())
+    try:
+        with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS, "labels": IDS}) as part:
+            total = model(**part).loss.detach()
+    except LongmeshError as error:
+        return str(error)
+    torch.distributed.all_reduce(total)
+    return float((total - make("llama", "eager")(input_ids=IDS, labels=IDS).loss.detach()).abs())
+
+
+def test_a_fused_head_has_its_share_of_the_loss_or_is_refused(pool):
+    for found in pool.run(fused, False, ranks=2):
+        assert isinstance(found, float), found
+        assert found < 1e-5
+    for said in pool.run(fused, True, ranks=2):
+        assert "the loss of Fused is not its cross entropy alone" in str(said)
 
 
 def evaluated() -> tuple[bool, float]:

@@ -57,6 +57,13 @@ class SharedLoss:
         """Whether the model that runs, or ran last, has computed a cross entropy."""
         return bool(self._seen)
 
+    def see_log_probs(self, output: Any) -> None:
+        """Take the log-probabilities that a model with a fused head returns, one for each of this rank's tokens, for
+        its cross entropy: TRL's heads compute none."""
+        found = getattr(output, "log_probs", None)
+        if not self.was_called and isinstance(found, Tensor) and found.shape == self.following.shape:
+            self._seen.append((-found.detach().sum(), False))
+
     def is_all_of(self, loss: Tensor, num_items: Tensor | int | None) -> bool:
         """Whether a model's loss is the cross entropy that it has computed, divided by `num_items` where it was no
         mean."""

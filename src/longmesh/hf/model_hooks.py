@@ -88,6 +88,8 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
                 given = named_arguments(module, args, kwargs)
                 refuse_options(module, given, batch)
                 refuse_positions(module, given, batch)
+                if batch.loss is not None:
+                    batch.loss.see_log_probs(output)
                 refuse_loss(module, given, output, batch)
                 if module not in _has_known_loss:
                     refuse_other_terms(module, given, output, batch)
