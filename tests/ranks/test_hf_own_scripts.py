@@ -202,12 +202,13 @@ def fused(divided_here: bool) -> float | str:
     import transformers as t
 
     class Fused(t.LlamaForCausalLM):
-        def forward(
-            self, labels: Any = None, shift_labels: Any = None, num_items_in_batch: Any = None, **rest: Any
-        ):
+        def forward(self, *args: Any, **given: Any) -> Any:
+            names = ("labels", "shift_labels", "num_items_in_batch")
+            labels, shift_labels, num_items_in_batch = (given.pop(name, None) for name in names)
             if labels is None:
-                return super().forward(**rest)
-            logits = self.lm_head(self.model(**rest).last_hidden_state)
+                return super().forward(**given)
+            logits = self.lm_head(self.model(**given).last_hidden_state)
+            assert isinstance(shift_labels, Tensor)
             seen = logits.log_softmax(-1).gather(-1, shift_labels.clamp(min=0)[..., None]).squeeze(-1)
             seen = seen.masked_fill(shift_labels < 0, 0.0)
             count = (shift_labels >= 0).sum() if divided_here else num_items_in_batch
