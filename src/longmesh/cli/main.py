@@ -76,7 +76,8 @@ def make_parser() -> argparse.ArgumentParser:
         "diverge, as longmesh.debug.desync_check does; slow",
     )
     run.add_argument("script", help="a Python file")
-    run.add_argument(SCRIPT_ARGS, nargs=argparse.REMAINDER, help="arguments for the script")
+    rest = run.add_argument(SCRIPT_ARGS, nargs=argparse.REMAINDER, help="arguments for the script")
+    rest.required = False  # else a missing script is said to lack arguments, too
     add_train_parser(commands)
     add_generate_parser(commands)
     add_doctor_parser(commands)

@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--exchange",
         metavar="NAME",
-        help="how keys are sent: auto (default), ring, allgather, ulysses or sparse",
+        help="how keys are sent: auto (default), ring, allgather, ulysses, sparse, cheapest or hybrid",
     )
     parser.add_argument(
         "--cluster",

@@ -205,6 +205,10 @@ def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys,
         (["run", "--ranks", "1", "."], "longmesh run: . is a directory: give the Python file in it"),
         (["run", "--ranks", "1", "no.py"], "longmesh run: no such script: no.py (looked in "),
         (
+            ["run", "--ranks", "1"],
+            "longmesh run: the following arguments are required: script; `longmesh run --help` lists",
+        ),
+        (
             ["run", "no.py"],
             "longmesh run: the following arguments are required: --ranks; `longmesh run --help` lists",
         ),
