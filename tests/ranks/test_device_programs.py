@@ -3,16 +3,25 @@
 Its process group refuses what NCCL refuses, so what only gloo takes fails here.
 """
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from longmesh import Shard, checkpoint, distribute_tensor, hf
 from longmesh.attention import ContextParallel
 from longmesh.attention.kernel.base import Score
+from longmesh.cache import PagePool
+from longmesh.testing.device import DeviceCounts
 from longmesh.testing.mesh import world_mesh
-from support.device_models import MODELS
+from support.device_models import MODELS, models_of_host_batches
 from support.device_programs import PROGRAMS, counted_steps, counted_trainer, hybrid_ring
+from support.model_sweep import make_batch
 from support.op_sweep import sweep_names, sweep_op
+from support.tiny_models import make_model
 
 # The made-up device has no sparse tensors; torch's own backward of mvlgamma writes a DTensor into a plain tensor, and
 # its linspace of tensors copies them to the CPU.
@@ -64,6 +73,58 @@ def test_a_group_for_the_device_alone_carries_the_agreement_on_a_plan(pool):
     for _, *later in pool.run(counted_trainer, ranks=2, device="sim", timeout=120):
         for step in later:
             assert sum(step.values()) == 1 and "comm/agree.py" in next(iter(step))
+
+
+def counted_serving() -> list[tuple[str, int, int]]:
+    """What the host reads and copies from the device: each step of a cache, a batch on the host, a checkpoint."""
+    pool = PagePool(world_mesh(dist.get_world_size()), num_pages=30, page=4, layers=3, kv_heads=2, head_dim=8)
+    sequence, found = pool.sequence(), []
+    for tokens in (9, 1, 1):
+        given = [[torch.randn(tokens, heads, 8).to("sim") for heads in (4, 2, 2)] for _ in range(3)]
+        with DeviceCounts() as counts:
+            step = pool.step([(sequence, tokens)])
+            for layer, (q, k, v) in enumerate(given):
+                step.attend(layer, q, k, v)
+            step.commit()
+        found.append(("cache", counts.host_reads, counts.downloads))
+    hf.register()
+    model = make_model("llama", "longmesh").to("sim")
+    for _ in range(2):
+        with (
+            DeviceCounts() as counts,
+            hf.context_parallel(pool.mesh, make_batch("packed"), model=model) as part,
+        ):
+            model(**part, use_cache=False).loss.backward()
+        found.append(("batch", counts.host_reads, counts.downloads))
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    saved = {str(i): distribute_tensor(torch.ones(6, 5).to("sim"), pool.mesh, [Shard(0)]) for i in range(3)}
+    with DeviceCounts() as counts:
+        checkpoint.save(saved, Path(folder[0]) / "saved")
+    found.append(("save", counts.host_reads, counts.downloads))
+    with DeviceCounts() as counts:
+        checkpoint.load(saved, Path(folder[0]) / "saved")
+    return [*found, ("load", counts.host_reads, counts.downloads)]
+
+
+def test_what_must_be_read_is_read_once(pool):
+    """A step of a cache: what the ranks compare, here and of the others. A batch on the host: transformers itself looks
+    for packed sequences in each. A checkpoint: each tensor, once."""
+    for first, *steps, _, batch, save, load in pool.run(
+        counted_serving, ranks=2, device="sim+cpu", timeout=120
+    ):
+        assert first == ("cache", 0, 2) and steps == [first] * 2
+        assert batch == ("batch", 1, 0)
+        assert save == ("save", 0, 3) and load == ("load", 0, 0)
+
+
+def test_batches_on_the_host_give_the_same(pool):
+    expected = pool.run(models_of_host_batches, ranks=2, timeout=120)
+    compare(
+        models_of_host_batches,
+        expected,
+        pool.run(models_of_host_batches, ranks=2, timeout=120, device="sim+cpu"),
+    )
 
 
 def plan_under_a_compiler():

@@ -7,8 +7,26 @@ import torch
 from ranks.test_device_programs import NAMES, compare, sweep
 
 from support.device_attention import EXCHANGES, LAYOUTS, MASKS, OPTIONS, Case, run_hollow, run_valued
-from support.device_models import MODELS, MORE_MODELS, cross_attention
-from support.device_programs import lost_tokens, redistributions, run_as, styles
+from support.device_models import (
+    MODELS,
+    MORE_MODELS,
+    cross_attention,
+    diffusers_model,
+    models_of_host_batches,
+    more_recurrent_layers,
+    recurrent_layers,
+)
+from support.device_programs import (
+    flex,
+    flex_scope,
+    lost_tokens,
+    optimizers,
+    redistributions,
+    run_as,
+    scopes,
+    styles,
+    trainer_steps,
+)
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -56,7 +74,11 @@ def run_as_all(program, num_ranks):
     return [run_as(program, rank, num_ranks) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize("program", [styles, redistributions, lost_tokens, cross_attention])
+HOLLOW = [styles, optimizers, redistributions, scopes, flex, flex_scope, lost_tokens, trainer_steps]
+HOLLOW += [recurrent_layers, more_recurrent_layers, cross_attention, models_of_host_batches, diffusers_model]
+
+
+@pytest.mark.parametrize("program", HOLLOW, ids=lambda program: program.__name__)
 def test_programs_run_as_every_rank_without_values(pool, program):
     """What reads a value raises there; the sizes of whole tensors are the same on every rank."""
     ((first, *others),) = pool.run(run_as_all, program, 3, ranks=1, device="fake", timeout=300)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import longmesh.diffusers
 from longmesh import hf
@@ -95,6 +96,28 @@ def _train_model(family: str, whats: tuple[str, ...]) -> Numbers:
         found |= {
             f"{what} {name}": t for name, t in whole({"logits": logits, "loss": out.loss} | grads).items()
         }
+    return found
+
+
+def models_of_host_batches() -> Numbers:
+    """Models over batches that lie on the host. A model is inspected first, on CPUs: that reads what it computes."""
+    hf.register()
+    cpus = init_device_mesh("cpu", (dist.get_world_size(),))
+    found: Numbers = {}
+    for family, whats in {"llama": ("packed", "plain"), "gpt_oss": ("packed",), "bamba": ("packed",)}.items():
+        model = make_model(family, "longmesh")
+        for what in whats:
+            batch = make_batch(what)
+            with hf.context_parallel(cpus, batch, model=model) as part:
+                model(**part, use_cache=False)
+        model.to(here())
+        for what in whats:
+            model.zero_grad()
+            with hf.context_parallel(_mesh(), make_batch(what), model=model) as part:
+                out = model(**part, use_cache=False)
+                out.loss.backward()
+            grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            found |= {f"{family} {what} {name}": t for name, t in whole({"loss": out.loss} | grads).items()}
     return found
 
 

@@ -21,7 +21,7 @@ from longmesh.attention import ContextParallel, masks
 from longmesh.attention.exchange.hybrid import Hybrid
 from longmesh.attention.exchange.ring import Ring
 from longmesh.comm.agree import check_every_call
-from longmesh.experimental import context_parallel, context_parallel_unshard
+from longmesh.experimental import context_parallel
 from longmesh.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -164,11 +164,11 @@ def scopes() -> Numbers:
     mesh, found = world_mesh(dist.get_world_size()), {}
     for causal in (False, True):
         parts = [t.clone() for t in (q, k, v)]
-        with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2, 2, 2]):
+        with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2, 2, 2]) as cp:
             leaves = [t.requires_grad_() for t in parts]
             out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
             grads = torch.autograd.grad(out.square().sum(), leaves)
-            wholes = context_parallel_unshard(mesh, [out.detach(), *grads], [2] * 4)
+            wholes = [cp.unshard(t, dim=2) for t in (out.detach(), *grads)]
         found |= whole({f"{causal} {i}": t for i, t in enumerate(wholes)})
     return found
 
@@ -190,12 +190,12 @@ def flex_scope() -> Numbers:
     draw = torch.Generator().manual_seed(2)
     parts = [torch.randn(1, 4, 19, 8, generator=draw).to(here()) for _ in range(3)]
     mesh = world_mesh(dist.get_world_size())
-    with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * 3, mask=masks.causal()):
+    with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * 3, mask=masks.causal()) as cp:
         leaves = [t.requires_grad_() for t in parts]
         out = flex_attention(*leaves, score_mod=lambda s, b, h, i, j: s - (i - j) * (h + 1) / 8)
         assert isinstance(out, torch.Tensor)
         grads = torch.autograd.grad(out.square().sum(), leaves)
-        wholes = context_parallel_unshard(mesh, [out.detach(), *grads], [2] * 4)
+        wholes = [cp.unshard(t, dim=2) for t in (out.detach(), *grads)]
     return whole({str(i): t for i, t in enumerate(wholes)})
 
 
@@ -252,6 +252,24 @@ def counted_trainer() -> list[dict[str, int]]:
             run_step(model, optimizer, rows, options, axes, engines)
         found.append({name: n for name, n in counts.where.items() if not name.startswith("uploads")})
     return found
+
+
+def trainer_steps() -> Numbers:
+    """Two steps of the reference trainer, and the parameters after them."""
+    from longmesh.train import TrainOptions
+    from longmesh.train.data import Corpus
+    from longmesh.train.loop import build, run_step
+    from longmesh.train.parallel import Engines, slice_mesh
+
+    shape = (1, dist.get_world_size(), 1)
+    axes = slice_mesh(world_mesh(*shape, names=("data", "context", "tensor")))
+    sizes = {"seq_len": 101, "batch": 1, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "steps": 4}
+    options = TrainOptions(data=1, context=shape[1], tensor=1, **sizes)
+    (model, optimizer), engines = build(options, axes), Engines(options, axes)
+    steps = Corpus(0).steps(options.seq_len, options.batch, first=0)
+    for _ in range(2):
+        run_step(model, optimizer, next(steps), options, axes, engines)
+    return whole(dict(model.named_parameters()))
 
 
 def lost_tokens() -> Numbers:

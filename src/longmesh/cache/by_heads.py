@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longmesh.cache.gather import merge_rows, with_notes
+from longmesh.cache.gather import merge_rows, read_notes, with_notes
 from longmesh.cache.plan import Shares
 from longmesh.comm import AxisGroup, collectives
 from longmesh.plan import Cluster
@@ -77,9 +77,7 @@ def merge_by_heads(
     received = collectives.all_to_all(
         torch.cat(parts), recv_counts=counts, send_counts=[len(part) for part in parts], group=group
     ).split(counts)
-    told = [
-        part[len(part) - extra :].clone().view(torch.int64).tolist() if notes else [] for part in received
-    ]
+    told = read_notes(received, extra)
     rows = [
         part[: len(part) - extra].view(count, own, width)
         for part, count in zip(received, shares.num_rows, strict=True)

@@ -105,11 +105,10 @@ def check_mask(window: int | None, sinks: Tensor | None, num_heads: int) -> None
 
 
 def digest_of(*tensors: Tensor, besides: bytes = b"") -> int:
-    """A number below 2 ** 56 that is the same for the same bits."""
+    """A number below 2 ** 56 that is the same for the same bits of tensors of one dtype."""
     digest = hashlib.blake2b(besides, digest_size=7)
-    for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
+    digest.update(flat.view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "big")
 
 

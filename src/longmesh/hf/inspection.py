@@ -212,10 +212,12 @@ def _sample(model: nn.Module, batch: OpenBatch) -> tuple[str, Tensor, Tensor]:
     sizes = {size for parameter in model.parameters() for size in parameter.shape}
     num = next((n for n in _PRIMES if n not in sizes), _PRIMES[-1])
     at = torch.arange(num, device=batch.tokens.device) * max(batch.length - 1, 0) // (num - 1)
-    positions = batch.positions[..., :2, :][..., at]
+    # A batch may still lie on the host, where it is cut without the device, and its part go to the model's.
+    place = next((p.device for p in model.parameters()), batch.tokens.device)
+    positions = batch.positions[..., :2, :][..., at].to(place)
     if batch.embeds is not None:
-        return "inputs_embeds", batch.embeds[:2, at].detach(), positions
-    return "input_ids", batch.tokens[:2, at], positions
+        return "inputs_embeds", batch.embeds[:2, at].detach().to(place), positions
+    return "input_ids", batch.tokens[:2, at].to(place), positions
 
 
 def _observe(model: nn.Module, given: dict[str, Tensor]) -> Run:

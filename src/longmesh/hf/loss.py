@@ -9,13 +9,13 @@ are, too. So what fits must fit on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.errors import LongmeshError
 from longmesh.hf.everywhere import true_everywhere
 
@@ -26,13 +26,13 @@ class SharedLoss:
     """F.cross_entropy on the labels of an open scope, of which `labels` and `following` are this rank's part.
 
     `labels` and `padding` (1 for tokens, 0 for padding, or None) are those of the whole batch, the same on all ranks
-    of the `mesh` (None: one process).
+    of the `mesh` (None: one process). `part_of(tensor, dim)`: this rank's part of one.
     `in_model`: a model runs, whose targets must be known.
     """
 
     def __init__(
         self,
-        engine: ContextParallel,
+        part_of: Callable[[Tensor, int], Tensor],
         labels: Tensor,
         padding: Tensor | None = None,
         mesh: DeviceMesh | None = None,
@@ -40,7 +40,7 @@ class SharedLoss:
         following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         _check_predicted_by_tokens(following, padding)
         self._labels_padding = padding is not None and bool(((labels != IGNORED) & (padding == 0)).any())
-        self.labels, self.following = engine.shard(labels, 1), engine.shard(following, 1)
+        self.labels, self.following = part_of(labels, 1), part_of(following, 1)
         self._num_following = (following != IGNORED).sum()
         self._num_labels = (labels != IGNORED).sum()
         self._num_items, self._counts_all = self._num_following.clone(), False

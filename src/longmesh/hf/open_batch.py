@@ -46,7 +46,7 @@ class OpenBatch:
         self.has_positions = given.positions is not None
         self._counted_by: tuple[Rule, int] | None = None
         self.positions = counted(given.ids, given.ids, -1) if given.positions is None else given.positions
-        self.local_positions = self.cut.lead.shard(self.positions, -1)
+        self.local_positions = self.part_of(self.positions, -1)
 
     def part(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What to call a model with, but for labels: this rank's tokens, or all where features are to be fused."""
@@ -54,8 +54,14 @@ class OpenBatch:
             return dict(batch)
         part = {name: value for name, value in batch.items() if name != "attention_mask"}
         cut = ["input_ids" if self.embeds is None else "inputs_embeds", *self._given.types]
-        part |= {name: self.cut.lead.shard(batch[name], 1) for name in cut}
+        part |= {name: self.part_of(batch[name], 1) for name in cut}
         return {**part, "position_ids": self.local_positions}
+
+    def part_of(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor of the batch, on the mesh's device. A batch that lies on the host is cut there:
+        no host waits for its device to learn where documents end."""
+        part, mesh = self.cut.lead.shard(tensor, dim), self.cut.mesh
+        return part if mesh is None or part.device.type != "cpu" else part.to(mesh.device_type)
 
     def is_outside(self, module: nn.Module) -> bool:
         """Whether a module sees something else than this rank's tokens: it comes before the cut."""

@@ -123,7 +123,7 @@ def context_parallel(
         torch.nn.functional.multi_head_attention_forward: attend_in_module,
     }
     if batch.get("labels") is not None:
-        whole.loss = SharedLoss(cut.lead, batch["labels"], given.padding, cut.mesh)
+        whole.loss = SharedLoss(whole.part_of, batch["labels"], given.padding, cut.mesh)
         part |= whole.loss.part()
         handlers[torch.nn.functional.cross_entropy] = own_loss.unless_gathered(whole.loss)
     mode = open_scope(cut, handlers)

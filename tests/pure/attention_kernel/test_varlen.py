@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
+from torch.nn.attention.flex_attention import BlockMask
 
 from longmesh.attention import masks, plan_attention
 from longmesh.attention.kernel.varlen import EXTRA_SHARE, Launch, launches
@@ -56,16 +58,73 @@ def lengths(total: int, seed: int) -> list[int]:
     return found
 
 
+def most_launches(plan, of_buffer: bool = True) -> tuple[int, float, float]:
+    """The most launches of a stage, and the largest shares of queries and keys that one copies again: of the keys in
+    its buffer, or of the rank's own."""
+    most, queries, keys = 0, 0.0, 0.0
+    for rank in range(0, plan.num_ranks, max(1, plan.num_ranks // 8)):
+        mine = plan.rows[0].rank(rank)
+        for stage in mine.stages:
+            found = launches(stage.blocks, mine.query_rows, stage.kv_rows)
+            extra = np.sum([launch.extra_rows for launch in found] or [(0, 0)], axis=0)
+            most = max(most, len(found))
+            all_keys = max(1, stage.kv_rows) if of_buffer else mine.tokens
+            queries, keys = max(queries, extra[0] / mine.query_rows), max(keys, extra[1] / all_keys)
+    return most, queries, keys
+
+
 @pytest.mark.parametrize(("total", "ranks"), [(1 << 16, 8), (1 << 20, 64)])
 @pytest.mark.parametrize("seed", range(3))
 def test_launches_and_copies_of_packed_documents(total, ranks, seed):
     """At most 4 launches a stage, backward as forward; of a rank's rows at most 15 % copied again."""
     mask = masks.documents(lengths(total, seed))
     plan = plan_attention(seq_len=total, ranks=ranks, mask=mask, num_heads=8, head_dim=64, dtype_bytes=2)
-    for rank in range(0, ranks, max(1, ranks // 8)):
-        mine = plan.rows[0].rank(rank)
-        for stage in mine.stages:
-            found = launches(stage.blocks, mine.query_rows, stage.kv_rows)
-            assert len(found) <= 4
-            extra = np.sum([launch.extra_rows for launch in found] or [(0, 0)], axis=0)
-            assert extra[0] <= EXTRA_SHARE * mine.query_rows and extra[1] <= EXTRA_SHARE * mine.tokens
+    most, queries, keys = most_launches(plan, of_buffer=False)
+    assert most <= 4 and queries <= EXTRA_SHARE and keys <= EXTRA_SHARE
+
+
+# Of 64 Ki tokens on 8 ranks: the most launches of a stage, by layout. Sinks are applied after the last: they have none.
+BY_MASK = {
+    "causal": (lambda n: masks.causal(), {"contiguous": 1, "zigzag": 2}),
+    "full": (lambda n: masks.full(), {"contiguous": 1, "zigzag": 1}),
+    "window": (lambda n: masks.sliding_window(n // 64), {"contiguous": 1, "zigzag": 2}),
+    "window to both sides": (lambda n: masks.sliding_window(1000, 500), {"contiguous": 3, "zigzag": 3}),
+    "packed, window": (
+        lambda n: masks.documents(lengths(n, 0)) & masks.sliding_window(n // 64),
+        {"contiguous": 2, "zigzag": 3, "solve": 2},
+    ),
+    "packed, both ways": (lambda n: masks.documents(lengths(n, 1), within=masks.full()), {"solve": 4}),
+    "prefix": (lambda n: masks.prefix_lm(n // 4), {"contiguous": 2, "zigzag": 2, "solve": 3}),
+    "chunks": (lambda n: masks.chunked(3000), {"contiguous": 2, "zigzag": 1}),
+}
+
+
+@pytest.mark.parametrize("exchange", ["sparse", "ring"])
+@pytest.mark.parametrize("name", BY_MASK)
+def test_launches_and_copies_by_mask(name, exchange):
+    make, expected = BY_MASK[name]
+    for layout, bound in expected.items():
+        how = {"layout": layout, "exchange": exchange, "num_heads": 8, "head_dim": 64, "dtype_bytes": 2}
+        plan = plan_attention(seq_len=1 << 16, ranks=8, mask=make(1 << 16), **how)
+        most, queries, keys = most_launches(plan)
+        assert most <= bound <= 4, (layout, most)
+        assert queries <= EXTRA_SHARE and keys <= EXTRA_SHARE, (layout, queries, keys)
+
+
+def block_mask(full: torch.Tensor, seq_len: int) -> masks.Mask:
+    """A mask of whole cells of 128 tokens."""
+    ordered = torch.argsort(full.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+    counts = full.sum(-1).to(torch.int32)
+    cells = torch.zeros_like(counts), ordered, counts, ordered  # partly and wholly visible ones
+    how = {"mask_mod": lambda b, h, i, j: i >= 0, "seq_lengths": (seq_len, seq_len)}
+    return masks.from_block_mask(BlockMask.from_kv_blocks(*(x[None, None] for x in cells), **how))
+
+
+def test_cells_of_a_block_mask_share_launches():
+    """Where each row of cells sees other cells, copying keys again is cheaper than a launch for each."""
+    n = 1 << 14
+    full = torch.rand(n // 128, n // 128, generator=torch.Generator().manual_seed(0)) < 0.1
+    full.fill_diagonal_(True)
+    how = {"layout": "contiguous", "exchange": "sparse", "num_heads": 8, "head_dim": 64, "dtype_bytes": 2}
+    most, _, keys = most_launches(plan_attention(seq_len=n, ranks=8, mask=block_mask(full, n), **how))
+    assert most <= 4 and keys <= 3

@@ -56,7 +56,7 @@ def gathered(forward: Any) -> Any:
 
 def in_model() -> Any:
     """The loss of a model that is running."""
-    found = loss.SharedLoss(WHOLE, LABELS)
+    found = loss.SharedLoss(WHOLE.shard, LABELS)
     found.in_model = True
     return found
 
@@ -121,11 +121,11 @@ def blocks(types: torch.Tensor | None) -> Any:
             "masks by blocks of tokens in a way that is not known; give the mask",
         ),
         (
-            lambda: loss.SharedLoss(WHOLE, LABELS)(torch.zeros(3, 9), LABELS.view(-1), torch.ones(9)),
+            lambda: loss.SharedLoss(WHOLE.shard, LABELS)(torch.zeros(3, 9), LABELS.view(-1), torch.ones(9)),
             "a cross entropy with class weights or an ignore_index of its own",
         ),
         (
-            lambda: loss.SharedLoss(WHOLE, LABELS)(torch.zeros(2, 9), torch.tensor([1, 2])),
+            lambda: loss.SharedLoss(WHOLE.shard, LABELS)(torch.zeros(2, 9), torch.tensor([1, 2])),
             "a cross entropy on 2 targets inside hf.context_parallel, which are not this rank's 3 labels",
         ),
         (

@@ -61,7 +61,11 @@ def refused_kernels(need: Need, device: torch.device, force: str | None, group: 
 
 
 def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether the host can read nothing of the device now."""
+    if device.type == "cpu":
+        return False
+    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asked is not None and asked()
 
 
 def _settle(need: Need, device: torch.device, force: str | None, group: AxisGroup | None) -> Refused:

@@ -52,9 +52,10 @@ def cut_cross_entropy(
         problem = error
     wrong = part.new_full((), problem is not None, dtype=torch.float64)
     sums = _add_up(torch.stack([part.detach().double(), count.double(), wrong]), mesh)
+    num_wrong = _num_wrong(problem, sums[2], mesh) if mesh.size() > 1 and _is_asked(mesh) else 0
     if problem is not None:
         raise problem
-    if mesh.size() > 1 and _is_asked(mesh) and (num_wrong := int(sums[2])):
+    if num_wrong:
         raise LongmeshError(
             f"cut_cross_entropy: {num_wrong} of the {mesh.size()} ranks got invalid arguments and report them; "
             "this rank's logits and labels are valid"
@@ -81,6 +82,14 @@ def _add_up(sums: Tensor, mesh: DeviceMesh) -> Tensor:
         return sums
     group = comm_of(mesh).group(tuple(range(mesh.ndim)))
     return collectives.all_reduce(sums, reduce_op="sum", group=group)
+
+
+def _num_wrong(problem: Exception | None, counted: Tensor, mesh: DeviceMesh) -> int:
+    """How many ranks have a problem. Collective: between CPUs, if they can, so that no host waits for its device."""
+    group = comm_of(mesh).group(tuple(range(mesh.ndim)))
+    if mesh.device_type == "cpu" or not group.takes_cpu:
+        return int(counted)
+    return int(collectives.all_reduce(torch.tensor([int(problem is not None)]), reduce_op="sum", group=group))
 
 
 def _is_asked(mesh: DeviceMesh) -> bool:

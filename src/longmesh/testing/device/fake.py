@@ -16,8 +16,8 @@ from longmesh.testing.device.register import register_device
 def fake_rank(rank: int, num_ranks: int) -> Iterator[None]:
     """Inside, `torch.distributed` is a world of `num_ranks` in which this process is `rank`, and nothing is sent.
 
-    For hollow tensors: collectives give them the sizes they would have. A tensor with values gets what it would get
-    if every rank had the same.
+    Collectives give tensors of the device the sizes that they would have, and no values. A CPU tensor gets what it
+    would get if every rank had the same.
     """
     if dist.is_initialized():
         raise LongmeshError(

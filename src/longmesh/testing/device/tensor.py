@@ -115,7 +115,9 @@ def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = schema_of(func).name.partition("::")[2]
     tell_op(name, args, kwargs)
     found = [t for t in flat if isinstance(t, SimTensor)]
-    empty = any(t.is_hollow for t in found) or (not found and name != "_to_copy" and is_fake_world())
+    is_sent = func.namespace in ("c10d", "_c10d_functional")
+    nothing_known = (not found and name != "_to_copy") or is_sent
+    empty = any(t.is_hollow for t in found) or (nothing_known and is_fake_world())
     if name not in _TAKE_CPU:
         _refuse_cpu(func, flat)
     if name == "copy_" and not isinstance(args[0], SimTensor) and empty:
@@ -130,7 +132,7 @@ def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError("a hollow tensor has no values to copy to the CPU")
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
-    if func.namespace in ("c10d", "_c10d_functional"):
+    if is_sent:
         out = run_collective(func, args, kwargs)
     else:
         kernel: Any = STAND_INS.get(func, func)
