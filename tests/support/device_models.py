@@ -84,6 +84,7 @@ def _train_model(family: str, whats: tuple[str, ...]) -> Numbers:
     """Loss, logits and gradients of a model over a cut sequence."""
     hf.register()
     model = make_model(family, "longmesh").to(here())
+    model.tie_weights()  # the made-up device has parameters of another class, so that moved ones are new ones
     found: Numbers = {}
     for what in whats:
         batch = {name: t.to(here()) for name, t in make_batch(what).items()}

@@ -31,7 +31,7 @@ RANDOM = (
 # Terms of a sum give its value up to rounding: these compare exactly, and near a pole rounding grows.
 EXACT = ("searchsorted", "eq", "ne", "tan")
 
-# torch reads the memory of a 1-d tensor of indices, and a wrapper has none: it is given as a plain tensor.
+# torch reads the memory of a 1-d tensor of indices, and a wrapper has none: it is given as a plain tensor of the CPU.
 PLAIN_INDICES = ("tensor_split",)
 
 # Memory as it was: ranks may find another answer to "is it the same twice?" and part ways.
@@ -97,7 +97,7 @@ def _check_sample(op, packed, expected, gradients, mesh, rng, seed):
 
     def lay(tensor):
         if op.name in PLAIN_INDICES and not tensor.is_floating_point():
-            return tensor.to(mesh.device_type)
+            return tensor.cpu()
         adds = tensor.is_floating_point() or tensor.is_complex()
         pending = ("sum",) if adds and op.name not in EXACT else ()
         layouts.append(random_layout(rng, shape, tensor.ndim, pending))
