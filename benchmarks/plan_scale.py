@@ -3,9 +3,11 @@
     python benchmarks/plan_scale.py [--repeat 3]
 
 `causal` is one sequence of 1 Mi tokens cut head-tail, 8 heads of 64; `packed` are the documents of benchmarks/layout.py
-under the layout `solve`, the mean of four packs. `plan` is `plan_attention`, `route` what a rank in the middle makes of
-it; the best of the repetitions. `memory` is the most that the process has grown by. `area` is the busiest rank over the
-mean, `received` the bytes that travel as a share of a full ring's keys and values.
+under the layout `solve`, the mean of four packs; `ordered` are the same documents, each rank's tokens in one stretch,
+as recurrent layers need them; `cross` are 1 Mi queries that see 64 Ki other keys (`kv_len`). `plan` is plan_attention,
+`route` what a rank in the middle makes of it; the best of the repetitions. `memory` is the most that the process has
+grown by. `area` is the busiest rank over the mean, `received` the bytes that travel as a share of a full ring's keys
+and values.
 """
 
 from __future__ import annotations
@@ -20,13 +22,20 @@ import time
 import numpy as np
 from layout import DRAWS, pack
 
-CASES = {
+Ranks = int | tuple[int, int]  # groups of the first that split heads, and how many groups
+CASES: dict[str, tuple[str, Ranks, int, str, str]] = {
     "causal, 1024 ranks, sparse": ("causal", 1024, 1 << 20, "zigzag", "sparse"),
     "causal, 1024 ranks, ring": ("causal", 1024, 1 << 20, "zigzag", "ring"),
     "causal, 1024 ranks, auto": ("causal", 1024, 1 << 20, "auto", "auto"),
+    "causal, 128 x 8 ranks, hybrid": ("causal", (8, 128), 1 << 20, "zigzag", "hybrid"),
+    "causal, 256 ranks, cheapest": ("causal", 256, 1 << 20, "contiguous", "cheapest"),
+    "cross, 1024 ranks, sparse": ("cross", 1024, 1 << 20, "contiguous", "sparse"),
+    "cross, 1024 ranks, cheapest": ("cross", 1024, 1 << 20, "contiguous", "cheapest"),
+    "cross, 1024 ranks, auto": ("cross", 1024, 1 << 20, "auto", "auto"),
     "packed, 64 ranks, 1 Mi tokens": ("packed", 64, 1 << 20, "solve", "sparse"),
     "packed, 256 ranks, 1 Mi tokens": ("packed", 256, 1 << 20, "solve", "sparse"),
     "packed, 1024 ranks, 4 Mi tokens": ("packed", 1024, 4 << 20, "solve", "sparse"),
+    "ordered, 256 ranks, 1 Mi tokens": ("ordered", 256, 1 << 20, "ordered", "sparse"),
 }
 
 
@@ -41,17 +50,23 @@ def measure(case: str, repeat: int) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = 0.0
     packs = [(seed, draw) for seed in range(2) for draw in DRAWS.values()]
-    for seed, draw in packs if kind == "packed" else packs[:1]:
-        mask = masks.documents(pack(seed, seq_len, draw)) if kind == "packed" else masks.causal()
+    inner, outer = ranks if isinstance(ranks, tuple) else (1, ranks)
+    num_ranks, middle = inner * outer, inner * outer // 2
+    members, peers = range(outer), range(middle // inner * inner, middle // inner * inner + inner)
+    is_packed = kind in ("packed", "ordered")
+    for seed, draw in packs if is_packed else packs[:1]:
+        mask = masks.full() if kind == "cross" else masks.causal()
+        mask = masks.documents(pack(seed, seq_len, draw)) if is_packed else mask
+        how = {"layout": layout, "exchange": exchange, "kv_len": (1 << 16) if kind == "cross" else None}
         plan_s = route_s = float("inf")
         for _ in range(repeat):
             for cached in (*vars(api).values(), *vars(cut).values()):
                 if hasattr(cached, "cache_clear"):
                     cached.cache_clear()
             start = time.process_time()
-            plan = plan_attention(seq_len=seq_len, ranks=ranks, mask=mask, layout=layout, exchange=exchange)
+            plan = plan_attention(seq_len=seq_len, ranks=ranks, mask=mask, **how)
             planned = time.process_time()
-            Route(plan.rows[0], ranks // 2, range(ranks), (ranks // 2,))
+            Route(plan.rows[0], middle, members, peers)
             done = time.process_time()
             if done - start < plan_s + route_s:
                 plan_s, route_s = planned - start, done - planned
@@ -60,8 +75,8 @@ def measure(case: str, repeat: int) -> dict[str, float]:
         if exchange == "sparse":  # the figures of a ring are its pairs of ranks
             stats = plan.stats()
             areas = [s.area for s in stats]
-            figures[-1]["area"] = max(areas) * ranks / sum(areas)
-            figures[-1]["received"] = sum(s.received_tokens for s in stats) / (seq_len * (ranks - 1))
+            figures[-1]["area"] = max(areas) * num_ranks / sum(areas)
+            figures[-1]["received"] = sum(s.received_tokens for s in stats) / (plan.kv_len * (num_ranks - 1))
     return {name: float(np.mean([f[name] for f in figures])) for name in figures[0]} | {"memory": memory}
 
 

@@ -76,6 +76,14 @@ def test_a_problem_is_told(capsys):
     assert "wrong on other ranks: 1" in said and "2 problems" in said
 
 
+def test_rows_without_common_figures_are_lists(capsys):
+    show([Finding("machine", "versions", {"torch": "2"}), Finding("machine", "device", {"num_cores": 4})], 0)
+    assert "torch 2" not in capsys.readouterr().out  # half of the cells are filled: a table
+    rows = [Finding("machine", name, {f"{name}_figure": 3}) for name in ("a", "b", "c")]
+    show(rows, 0)
+    assert "a figure 3" in capsys.readouterr().out
+
+
 def test_settings_that_hurt():
     found = examine_settings(
         {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "WARN", "TORCH_DISTRIBUTED_DEBUG": "detail"}

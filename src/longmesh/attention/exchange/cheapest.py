@@ -49,6 +49,8 @@ class Cheapest(Sparse):
         best = min(groups.bytes(scheme, prices) for scheme in schemes[1:])
         as_light = [scheme for scheme in schemes if groups.bytes(scheme, prices) <= best]
         chosen = min(as_light, key=lambda scheme: groups.time_us(scheme, prices))
+        if not chosen.any():
+            return rows  # whole, not cut by pairs of ranks
         moved = chosen[cells.group]
         away = cells.rows[moved]
         away[:, WHO] = cells.owner[moved]

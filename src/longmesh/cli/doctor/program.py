@@ -89,12 +89,16 @@ def show(findings: list[Finding], problems: int) -> None:
     for section in dict.fromkeys(f.section for f in findings):
         rows = [f for f in findings if f.section == section]
         columns = list(dict.fromkeys(key for f in rows for key in f.figures))
-        table = Table(title=section, title_justify="left")
-        for column in (section, *columns, ""):
+        # Rows that have hardly a figure in common are lists of figures, not lines of a table.
+        as_text = 2 * sum(len(f.figures) for f in rows) < len(rows) * len(columns)
+        table = Table()
+        for column in (section, *([""] if as_text else [key.replace("_", " ") for key in columns]), ""):
             table.add_column(column, overflow="fold")
         for f in rows:
-            said = f.problem or f.advice or "ok"
-            table.add_row(f.name, *(str(f.figures.get(key, "")) for key in columns), said)
+            cells = [str(f.figures.get(key, "")) for key in columns]
+            if as_text:
+                cells = [", ".join(f"{key.replace('_', ' ')} {value}" for key, value in f.figures.items())]
+            table.add_row(f.name, *cells, f.problem or f.advice or "ok")
         console.print(table)
     wrong = [f"{f.section} {f.name}: {f.problem}" for f in findings if f.problem is not None]
     for line in wrong:
