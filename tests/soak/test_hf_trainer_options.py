@@ -156,6 +156,16 @@ def run(kind: Any, name: str, folder: str, batch: int, resume: str | None = None
     return trainer
 
 
+def alone(attempt: Callable[[], Any]) -> Any:
+    """What rank 0 finds as one process, on every rank: on others transformers would save nothing."""
+    found = [None]
+    if torch.distributed.get_rank() == 0:
+        with quiet(), accelerated(False):
+            found = [attempt()]
+    torch.distributed.broadcast_object_list(found)
+    return found[0]
+
+
 def numbers(trainer: Any) -> dict[str, torch.Tensor]:
     """What was logged, and the weights."""
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -180,8 +190,7 @@ def both(name: str, shape: tuple[int, int], folder: str) -> dict[str, float]:
     """Differences between this rank's run and one process that are not small."""
     from longmesh.hf import Trainer
 
-    with quiet(), accelerated(False):
-        expected = numbers(run(transformers.Trainer, name, f"{folder}/one", 2 * shape[0]))
+    expected = alone(lambda: numbers(run(transformers.Trainer, name, f"{folder}/one", 2 * shape[0])))
     with quiet(), accelerated():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
         ours = numbers(run(Trainer, name, f"{folder}/all", 2, mesh=mesh))
@@ -202,8 +211,9 @@ def test_losses_and_weights_are_those_of_one_process(pool, tmp_path, name, shape
 def with_mean_loss(ranks: int, folder: str) -> dict[str, float]:
     from longmesh.hf import Trainer
 
-    with quiet(), accelerated(False):
-        expected = numbers(run(transformers.Trainer, "plain", folder, 2, compute_loss_func=mean_loss))
+    expected = alone(
+        lambda: numbers(run(transformers.Trainer, "plain", folder, 2, compute_loss_func=mean_loss))
+    )
     with quiet(), accelerated():
         return apart(numbers(run(Trainer, "plain", folder, 2, compute_loss_func=mean_loss)), expected)
 
@@ -219,15 +229,14 @@ def resumed(shape: tuple[int, int], folder: str) -> dict[str, float]:
     from longmesh.hf import Trainer
 
     saving = {"save_strategy": "steps", "save_steps": 5}
-    with quiet(), accelerated(False):
-        one = run(transformers.Trainer, "accumulation", f"{folder}/one", 2 * shape[0])
+    one = alone(lambda: numbers(run(transformers.Trainer, "accumulation", f"{folder}/one", 2 * shape[0])))
     with quiet(), accelerated():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
         how = {"mesh": mesh, "arguments": saving}
         run(Trainer, "accumulation", f"{folder}/all", 2, **how)
         last = str(Path(folder, "all", "checkpoint-5"))
         ours = run(Trainer, "accumulation", f"{folder}/again", 2, last, **how)
-    return apart({"weights": numbers(ours)["weights"]}, {"weights": numbers(one)["weights"]})
+    return apart({"weights": numbers(ours)["weights"]}, {"weights": one["weights"]})
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
@@ -249,8 +258,7 @@ def predicted(shape: tuple[int, int], folder: str, half: bool) -> dict[str, floa
         trainer = run(kind, "plain", folder, batch, arguments={"bf16": half}, **made, **besides)
         return trainer.predict(rows[:5])
 
-    with quiet(), accelerated(False):
-        expected = predict(transformers.Trainer, 2 * shape[0])
+    expected = alone(lambda: predict(transformers.Trainer, 2 * shape[0]))
     with quiet(), accelerated():
         found = predict(Trainer, 2, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")))
     real = torch.from_numpy(expected.label_ids != -100)

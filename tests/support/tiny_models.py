@@ -204,6 +204,8 @@ def _small(kind: Any, family: str) -> Any:
         kinds = list(dict.fromkeys(layers))
         given["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
         given |= {name: len(given["layer_types"]) for name in _LAYERS if name in given}
+    if _has(usual, "num_hidden_layers") and getattr(usual, "per_layer_config", None):
+        given["per_layer_config"] = {}  # of layers that there are not
     if hasattr(usual, "is_decoder"):
         given["is_decoder"] = True
     for name in kind.sub_configs:
