@@ -112,6 +112,11 @@ BESIDES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("index_head_dim", "index_topk", "shared_experts_intermediate_size"), 16),
         "index_n_heads": 2,
     },
+    "dots3_note_vision_encoder": dict.fromkeys(("adapter_in_dim", "adapter_out_dim"), 32),
+    "dots3_note_audio_encoder": {
+        **dict.fromkeys(("adapter_input_size", "adapter_out_dim", "downsample_hidden_size"), 32),
+        "num_key_value_heads": 4,
+    },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
