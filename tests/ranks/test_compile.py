@@ -8,6 +8,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 from longmesh import Replicate, Shard, distribute_tensor
+from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
 
 
@@ -183,3 +184,21 @@ def test_views_as_inputs(pool):
             "has written to another tensor that it was given, which may be its base: the copy may be outdated; take "
             "the view inside of the function, or give it view.clone()"
         ) in read
+
+
+def second_derivative():
+    torch._dynamo.reset()
+    x = distribute_tensor(torch.randn(4, 3), cpu_mesh(2), [Shard(0)]).requires_grad_()
+    loss = torch.compile(lambda x: x.tanh().sum(), backend="aot_eager")(x) + x.square().sum()
+    with pytest.raises(LongmeshError) as raised:
+        torch.autograd.grad(loss, x, create_graph=True)
+    return str(raised.value)
+
+
+def test_a_second_derivative_is_refused(pool):
+    """torch would leave the part of the compiled function out."""
+    expected = (
+        "a backward with create_graph=True through a compiled function of DTensors: torch.compile has no second "
+        "derivatives, and its part of them would be left out; call the function that is not compiled there"
+    )
+    assert pool.run(second_derivative, ranks=2, timeout=120.0) == [expected] * 2

@@ -12,6 +12,7 @@ Pitfall: names that are called for every op are torch's own functions, not wrapp
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 from types import SimpleNamespace
@@ -273,6 +274,11 @@ _Functional: Any = find(
 def is_traced_value(tensor: torch.Tensor) -> bool:
     """Whether it was computed in a program that torch.compile traces or has traced."""
     return isinstance(tensor, _Functional)
+
+
+def is_given_to_compiled_backward() -> bool:
+    """Whether the caller's caller hands a gradient on to the backward of a compiled program."""
+    return sys._getframe(2).f_code.co_name == "process_runtime_tangent"
 
 
 def is_out_of_trace(tensor: torch.Tensor) -> bool:

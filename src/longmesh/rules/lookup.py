@@ -18,6 +18,7 @@ import torch
 from longmesh._torch import assert_later, dispatch_mode_count
 from longmesh.rules.rule import (
     AxisRule,
+    LocalOp,
     LocalView,
     OpCall,
     OutMeta,
@@ -84,20 +85,8 @@ def embedding_meta(call: OpCall) -> tuple[OutMeta, ...]:
     return (contiguous((*indices.shape, weight.shape[1])),)
 
 
-def _embed_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
-    own = _own_rows(call, view, 0)
-    if own is None:
-        return None
-    size, offset, length = own
-
-    def embed(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> Masked:
-        check_range(indices, size, 0)
-        mine, mask = own_part(indices, offset, length)
-        if length == 0:
-            return Masked(weight.new_zeros((*indices.shape, weight.shape[1])), mask)
-        return Masked(torch.nn.functional.embedding(mine, weight), mask)
-
-    return embed
+def _embed(rows: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.embedding(index, rows)
 
 
 # -- index_select, gather, take ------------------------------------------------------------------------
@@ -122,29 +111,45 @@ def index_select_meta(call: OpCall) -> tuple[OutMeta, ...]:
     return (contiguous(shape),)
 
 
-def _own_rows(call: OpCall, view: LocalView, dim: int) -> tuple[int, int, int] | None:
-    """Size of a dim, and where this rank's rows of it begin and how many they are; None if it has all of them."""
-    if call.tensors[0].ndim == 0 or view.input_shapes[0][dim] == call.tensors[0].shape[dim]:
+def looking_up(
+    dim_of: Callable[[OpCall], int], read: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]
+) -> LocalOp:
+    """A lookup along dim `dim_of(call)`: `read(rows, dim, index)` of a rank's own rows."""
+
+    def local_op(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+        dim, meta = dim_of(call), call.tensors[0]
+        if meta.ndim == 0 or view.input_shapes[0][dim] == meta.shape[dim]:
+            return None
+        offset, length = view.input_offsets[0][dim], view.input_shapes[0][dim]
+
+        def look_up(local: torch.Tensor, *args: Any, **kwargs: Any) -> Masked:
+            index = next(a for a in args if isinstance(a, torch.Tensor))
+            check_range(index, meta.shape[dim], dim)
+            mine, mask = own_part(index, offset, length)
+            if length == 0:
+                return Masked(local.new_zeros(view.output_shapes[0]), mask)
+            return Masked(read(local, dim, mine), mask)
+
+        return look_up
+
+    return local_op
+
+
+def select_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
+    """index_select: its index is one dim of the result, and so is the mask."""
+    look_up = _looking_up_rows(call, view)
+    if look_up is None:
         return None
-    return call.tensors[0].shape[dim], view.input_offsets[0][dim], view.input_shapes[0][dim]
+    sides = [-1 if d == call.dim() else 1 for d in range(call.tensors[0].ndim)]
 
-
-def _select_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
-    ndim, dim = call.tensors[0].ndim, call.dim()
-    own = _own_rows(call, view, dim)
-    if own is None:
-        return None
-    size, offset, length = own
-
-    def select(local: torch.Tensor, _: int, index: torch.Tensor) -> Masked:
-        check_range(index, size, dim)
-        mine, mask = own_part(index.reshape(-1), offset, length)
-        wide = mask.view(*(-1 if d == dim else 1 for d in range(ndim)))
-        if length == 0:
-            return Masked(local.new_zeros(view.output_shapes[0]), wide)
-        return Masked(local.index_select(dim, mine), wide)
+    def select(*args: Any) -> Masked:
+        result, mask = look_up(*args)
+        return Masked(result, mask.view(sides))
 
     return select
+
+
+_looking_up_rows = looking_up(OpCall.dim, lambda rows, dim, index: rows.index_select(dim, index.reshape(-1)))
 
 
 def gather_lines(call: OpCall) -> list[AxisRule]:
@@ -173,23 +178,6 @@ def take_meta(call: OpCall) -> tuple[OutMeta, ...]:
     return (contiguous(call.tensors[1].shape),)
 
 
-def _gather_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
-    dim = call.dim()
-    own = _own_rows(call, view, dim)
-    if own is None:
-        return None
-    size, offset, length = own
-
-    def gather(local: torch.Tensor, _: int, index: torch.Tensor, **kwargs: Any) -> Masked:
-        check_range(index, size, dim)
-        mine, mask = own_part(index, offset, length)
-        if length == 0:
-            return Masked(local.new_zeros(index.shape), mask)
-        return Masked(local.gather(dim, mine), mask)
-
-    return gather
-
-
 def take_lines(call: OpCall) -> list[AxisRule]:
     """The tensor is read as if it were flat, so it is whole; the index may be sharded."""
     lines = [line([R, S(d)], S(d)) for d in range(call.tensors[1].ndim)]
@@ -197,8 +185,8 @@ def take_lines(call: OpCall) -> list[AxisRule]:
 
 
 RULES: dict[str, Rule] = {
-    "embedding.default": Rule(embedding_lines, embedding_meta, local_op=_embed_locally),
-    "index_select.default": Rule(index_select_lines, index_select_meta, local_op=_select_locally),
-    "gather.default": Rule(gather_lines, gather_meta, local_op=_gather_locally),
+    "embedding.default": Rule(embedding_lines, embedding_meta, local_op=looking_up(lambda call: 0, _embed)),
+    "index_select.default": Rule(index_select_lines, index_select_meta, local_op=select_locally),
+    "gather.default": Rule(gather_lines, gather_meta, local_op=looking_up(OpCall.dim, torch.gather)),
     "take.default": Rule(take_lines, take_meta),
 }

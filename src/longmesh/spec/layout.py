@@ -109,6 +109,13 @@ class Layout:
             axes_of.setdefault(placement.dim, []).append(axis)
         return Layout(self.mesh, placements, [(dim, axes) for dim, axes in axes_of.items() if axes])
 
+    def with_replicated(self, axes: Iterable[int]) -> Layout:
+        """The layout with some axes replicated."""
+        layout = self
+        for axis in axes:
+            layout = layout.with_placement(axis, Replicate())
+        return layout
+
     def check_ndim(self, ndim: int, shape: Sequence[IntLike] | None = None) -> None:
         """Raise if a placement shards a dim that a tensor of `ndim` dims doesn't have."""
         for dim, axes in self._shard_axes.items():

@@ -20,7 +20,7 @@ from longmesh.comm import MeshComm, comm_anywhere, kept_by_mesh, run_plan
 from longmesh.comm.agree import agree
 from longmesh.comm.verify import broadcast_replicas, verify_local_shapes
 from longmesh.errors import LongmeshError
-from longmesh.spec import Layout, MeshShape, Partial, Placement, Replicate
+from longmesh.spec import Layout, MeshShape, Partial, Placement
 from longmesh.spec.strides import contiguous_stride, stride_like
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.dtensor import DTensor, wrap
@@ -238,9 +238,7 @@ def gradient_layout(layout: Layout, placements: tuple[Placement, ...] | None = N
     """How a gradient is laid out by default: as the tensor, and replicated where that is pending."""
     if placements is not None:
         return Layout(layout.mesh, placements)
-    for axis in layout.partial_axes:
-        layout = layout.with_placement(axis, Replicate())
-    return layout
+    return layout.with_replicated(layout.partial_axes)
 
 
 def _average_size(layout: Layout) -> int:

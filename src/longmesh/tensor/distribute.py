@@ -114,9 +114,7 @@ def _make_local(tensor: torch.Tensor, mesh: DeviceMesh, layout: Layout, source: 
     if not comm.is_member:
         return whole.new_empty(0)
     how = {"itemsize": whole.element_size(), "cluster": comm.cluster}
-    terms_later = layout
-    for axis in layout.partial_axes:
-        terms_later = terms_later.with_placement(axis, Replicate())
+    terms_later = layout.with_replicated(layout.partial_axes)
     if source is None or whole.is_meta:
         start = Layout.replicated(layout.mesh)
         plan = plan_redistribute(start, layout, shape=whole.shape, **how)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh._torch import (
     aten,
     functorch_level,
+    is_given_to_compiled_backward,
     is_traced_value,
     is_transformed,
     make_around,
@@ -286,6 +287,12 @@ class DTensor(torch.Tensor):
             autograd.apply_lookup_mask(self)
 
     def __tensor_flatten__(self) -> tuple[list[str], FlatContext]:
+        if torch.is_grad_enabled() and is_given_to_compiled_backward():
+            raise LongmeshError(
+                "a backward with create_graph=True through a compiled function of DTensors: torch.compile has no "
+                "second derivatives, and its part of them would be left out; call the function that is not compiled "
+                "there"
+            )
         if self._origin is None or self._origin.func is not None:
             autograd.current_part(self)
         is_given_view = self._origin is not None and not is_traced_value(self._origin.base._local_tensor)

@@ -18,7 +18,7 @@ from longmesh._torch import (
 )
 from longmesh.errors import LongmeshError
 from longmesh.rules import Meta, OpCall, OutMeta
-from longmesh.tensor.tree import map_tensors
+from longmesh.tensor.tree import all_tensors
 
 
 class OpFacts(NamedTuple):
@@ -107,9 +107,7 @@ def result_on_meta(call: OpCall) -> Any:
 
 def run_on_meta(call: OpCall) -> tuple[OutMeta, ...]:
     """The outputs' global metas, by running the op on meta tensors of the global shapes."""
-    found: list[OutMeta] = []
-    map_tensors(lambda t: found.append(OutMeta(tuple(t.shape), t.stride())), result_on_meta(call))
-    return tuple(found)
+    return tuple([OutMeta(tuple(t.shape), t.stride()) for t in all_tensors(result_on_meta(call))])
 
 
 def written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

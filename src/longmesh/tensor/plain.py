@@ -86,11 +86,7 @@ def on_whole_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     everywhere."""
     mesh = next(t._mesh for t in all_tensors((args, kwargs)) if isinstance(t, DTensor))
     whole = Layout.replicated(mesh)
-
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        return move(tensor, whole)._local_tensor if isinstance(tensor, DTensor) else tensor
-
-    local_args, local_kwargs = map_tensors(gather, (args, kwargs))
+    local_args, local_kwargs = map_tensors(value_of, (args, kwargs))
     result = func(*local_args, **local_kwargs)
     return map_tensors(lambda t: DTensor(t, mesh, whole, t.shape, t.stride()), result)
 

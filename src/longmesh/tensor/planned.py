@@ -14,7 +14,7 @@ from longmesh._torch import no_torch_function
 from longmesh.spec import Coordinate, Layout
 from longmesh.tensor.steps import Slot
 from longmesh.tensor.tensor_layout import TensorLayout
-from longmesh.tensor.tree import map_tensors
+from longmesh.tensor.tree import all_tensors
 
 if TYPE_CHECKING:
     from longmesh.tensor.planner import Planner
@@ -45,9 +45,8 @@ class Planned(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found: list[Planned] = []
-        map_tensors(lambda t: found.append(t) if isinstance(t, Planned) else None, (args, kwargs))
-        return found[0].planner.op(func, args, kwargs or {})
+        first = next(t for t in all_tensors((args, kwargs)) if isinstance(t, Planned))
+        return first.planner.op(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Torch prints tensors where it looks for an overload that takes them: that must not be planned."""

@@ -100,8 +100,7 @@ class Planner(StepWriter):
         """By the op's rule, by other ops, or on whole tensors: whatever the op has, but for code of its own."""
         facts = facts_of(func)
         rule = find_rule(facts.rule_name)
-        tensors: list[Planned] = []
-        map_tensors(tensors.append, (args, kwargs))
+        tensors: list[Any] = all_tensors((args, kwargs))
         if rule is None or facts.has_out or not tensors:
             return self._without_rule(func, args, kwargs, tensors)
         call, layouts = describe_call(facts.functional or func, rule, args, kwargs)
@@ -125,8 +124,7 @@ class Planner(StepWriter):
         structure = result_on_meta(call)
         if (mask := call.get("output_mask")) is not None:  # meta kernels give more than is asked for
             structure = tuple([t if asked else None for t, asked in zip(structure, mask, strict=True)])
-        metas: list[torch.Tensor] = []
-        map_tensors(metas.append, structure)
+        metas = all_tensors(structure)
         if isinstance(structure, torch.Tensor):
             parts = (self.local(local_call, *local_args, **local_kwargs),)
         else:
@@ -232,12 +230,10 @@ class Planner(StepWriter):
                 shares = 0 if own.has_lookup else None
                 stride = next(following, None)
                 return Output(own.mesh, own.layout, own.shape, stride, value.slot, shares, is_view)
-            if isinstance(value, Output):
-                kept.add(value.slot)
             if isinstance(value, Slot):
                 kept.add(value.number)
                 return Slot(value.number)
-            if isinstance(value, Whole):
+            if isinstance(value, (Output, Whole)):
                 kept.add(value.slot)
                 return value
             if isinstance(value, (list, tuple)):

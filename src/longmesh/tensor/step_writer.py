@@ -29,7 +29,7 @@ from longmesh.tensor.planned import Part, Planned, Unplannable, as_slots, slot_o
 from longmesh.tensor.sending_steps import Attend, Exchange, Gather, Halo, Recall, Redistribute
 from longmesh.tensor.steps import ApplyMask, LocalCall, RunOps, Slot, Step
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
-from longmesh.tensor.tree import map_tensors
+from longmesh.tensor.tree import all_tensors, map_tensors
 
 
 class StepWriter:
@@ -166,8 +166,7 @@ class StepWriter:
     def locals(self, count: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Part, ...]:
         """The same with `count` tensors as results."""
         if count == 1:
-            first = self.local(lambda *a, **k: _only(call(*a, **k)), *args, **kwargs)
-            return (first,)
+            return (self.local(lambda *a, **k: all_tensors(call(*a, **k))[0], *args, **kwargs),)
         slot = self.new_slot(count)
         self.steps.append(LocalCall(call, as_slots(args), as_slots(kwargs), slot, count))
         return tuple(Part(slot + i) for i in range(count))
@@ -326,10 +325,3 @@ class StepWriter:
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return target.copy_(value)
-
-
-def _only(result: Any) -> Any:
-    """The one tensor of a result."""
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, result)
-    return found[0]

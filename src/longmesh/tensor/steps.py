@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longmesh._torch import OpOverload
-from longmesh.tensor.tree import map_tensors
+from longmesh.tensor.tree import all_tensors, map_tensors
 
 
 @dataclass(slots=True, eq=False)
@@ -151,9 +151,7 @@ class LocalCall(Step):
         if self.count == 1:
             values[self.out] = result
             return
-        found: list[Any] = []
-        map_tensors(found.append, result)
-        values[self.out : self.out + self.count] = found
+        values[self.out : self.out + self.count] = all_tensors(result)
 
 
 @dataclass(frozen=True, slots=True)

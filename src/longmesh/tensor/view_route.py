@@ -11,7 +11,7 @@ from typing import Any
 from longmesh._torch import is_below_autograd
 from longmesh.errors import LongmeshError
 from longmesh.rules.view import resolved_size, view_groups
-from longmesh.spec import Layout, Replicate, Shard
+from longmesh.spec import Layout, Shard
 from longmesh.tensor.tensor_layout import TensorLayout
 
 
@@ -50,10 +50,7 @@ def view_route(layout: Layout, before: tuple[int, ...], after: tuple[int, ...]) 
         return None
     if resized:  # a rank may hold nothing of a dim of size 1, and so nothing to exchange
         lost += [dim for dim in moved if before[dim] == 1]
-    source = layout
-    for dim in lost:
-        for axis in layout.shard_axes(dim):
-            source = source.with_placement(axis, Replicate())
+    source = layout.with_replicated([axis for dim in lost for axis in layout.shard_axes(dim)])
     placements = [Shard(moved[p.dim]) if isinstance(p, Shard) else p for p in source.placements]
     order: dict[int, tuple[int, ...]] = {}
     for dim, axes in source.shard_order:

@@ -8,7 +8,6 @@ Everything else about a convolution is a rule. Where no spatial dim is sharded, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,21 +15,13 @@ import torch
 
 from longmesh._torch import OpOverload, aten
 from longmesh.comm.groups import MeshComm
-from longmesh.plan import Cluster
-from longmesh.rules import Meta, OpCall, OutMeta
-from longmesh.rules.conv import (
-    backward_lines,
-    forward_lines,
-    forward_meta,
-    nothing_backward,
-    nothing_forward,
-    slide_of,
-    spatial_lines,
-)
-from longmesh.rules.rule import contiguous
+from longmesh.rules import OpCall
+from longmesh.rules.conv import RULES, is_backward, nothing_backward, nothing_forward, slide_of, spatial_lines
 from longmesh.rules.window import Slide
 from longmesh.spec import Layout
+from longmesh.tensor.by_rule import describe_call
 from longmesh.tensor.make_plan import Family
+from longmesh.tensor.op_facts import facts_of
 from longmesh.tensor.ops.halo import Border, borders_of, fetch, padded, send_home
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import USUAL, Planner
@@ -41,7 +32,7 @@ def convolution(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dic
     """convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
     if kwargs or not _is_spatial(args[:1]):
         return USUAL
-    choice, call = _planned(func, args, p.comm.cluster)
+    choice, call = _planned(p, func, args)
     tensors = [t for t in args[:3] if t is not None]
     x, weight, *rest = (p.redistribute(t, y) for t, y in zip(tensors, choice.inputs, strict=True))
     bias = rest[0] if rest else None
@@ -83,7 +74,7 @@ def convolution_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kw
     """convolution_backward(grad, input, weight, bias_sizes, stride, ..., groups, output_mask)."""
     if kwargs or not _is_spatial(args[:2]):
         return USUAL
-    choice, call = _planned(func, args, p.comm.cluster)
+    choice, call = _planned(p, func, args)
     grad, x, weight = (p.redistribute(t, y) for t, y in zip(args[:3], choice.inputs, strict=True))
     borders = _borders(call, 1, choice.inputs[1], choice.inputs[0], call.tensors[0].shape, p.comm)
     rows = fetch(p, x, x.local_shape, x.dtype, borders)
@@ -142,35 +133,11 @@ def _is_spatial(tensors: Sequence[Any]) -> bool:
     return any(isinstance(t, Planned) and any(d >= 2 for d in t._layout.shard_dims) for t in tensors)
 
 
-def _planned(func: OpOverload, args: tuple[Any, ...], cluster: Cluster) -> tuple[Choice, OpCall]:
+def _planned(p: Planner, func: OpOverload, args: tuple[Any, ...]) -> tuple[Choice, OpCall]:
     """The layouts of operands and results, as for any op, with spatial shards among the options."""
-    layouts: list[Layout] = []
-    described: list[Any] = []
-    for arg in args:
-        if isinstance(arg, Planned):
-            described.append(Meta(len(layouts), tuple(arg.shape), arg.stride(), arg.dtype))
-            layouts.append(arg._layout)
-        else:
-            described.append(tuple(arg) if isinstance(arg, list) else arg)
-    return _choose(func, tuple(described), tuple(layouts), cluster)
-
-
-@functools.lru_cache(maxsize=4096)
-def _choose(
-    func: OpOverload, args: tuple[Any, ...], layouts: tuple[Layout, ...], cluster: Cluster
-) -> tuple[Choice, OpCall]:
-    metas = tuple(a for a in args if isinstance(a, Meta))
-    call = OpCall(func, args, {}, metas)
-    if func is aten.convolution.default:
-        outputs: tuple[OutMeta, ...] = forward_meta(call)
-    else:
-        shapes = (metas[1].shape, metas[2].shape, tuple(call["bias_sizes"] or (metas[0].shape[1],)))
-        outputs = tuple(
-            contiguous(s) for s, wanted in zip(shapes, call["output_mask"], strict=True) if wanted
-        )
-    call = OpCall(func, args, {}, metas, outputs)
-    lines = forward_lines(call) if func is aten.convolution.default else backward_lines(call)
-    choice = choose(call, [*spatial_lines(call), *lines], layouts, cluster)
+    rule = RULES[facts_of(func).rule_name]
+    call, layouts = describe_call(func, rule, args, {})
+    choice = choose(call, [*spatial_lines(call), *rule.axis_rules(call)], layouts, p.comm.cluster)
     assert choice is not None, "everything replicated is always valid"
     return choice, call
 
@@ -190,8 +157,7 @@ def _borders(
 def _static(call: OpCall, static: Sequence[Any], borders: Sequence[Border], channels: int) -> list[Any]:
     """stride ... groups of the local call: sharded dims come padded, groups are those of the local channels."""
     _, _, _, transposed, _, groups = static
-    backward = call.func is aten.convolution_backward.default
-    x = call.tensors[1 if backward else 0]
+    x = call.tensors[1 if is_backward(call) else 0]
     slides = [slide_of(call, i) for i in range(x.ndim - 2)]
     stride, padding, dilation, output_padding = (list(values) for values in zip(*slides, strict=True))
     for border in borders:

@@ -88,21 +88,17 @@ def sparse_gradient(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs:
 
 def _batch_layout(layout: Layout, rows: tuple[int, ...], last: int, *, keep: bool) -> Layout:
     """The gradient whole on the axes that shard the rows; elsewhere sharded or a pending sum, as it is."""
+    moved = list(rows)
     for axis, placement in enumerate(layout.placements):
         in_batch = isinstance(placement, Shard) and placement.dim < last
-        pending = placement.is_partial() and (
-            isinstance(placement, MaskPartial) or not placement.is_partial("sum")
-        )
-        if axis in rows or pending or (in_batch and not keep):
-            layout = layout.with_placement(axis, Replicate())
-    return layout
+        is_sum = placement.is_partial("sum") and not isinstance(placement, MaskPartial)
+        if (placement.is_partial() and not is_sum) or (in_batch and not keep):
+            moved.append(axis)
+    return layout.with_replicated(moved)
 
 
 def _without_columns(layout: Layout, last: int) -> Layout:
-    for axis, placement in enumerate(layout.placements):
-        if placement.is_partial() or placement.is_shard(last):
-            layout = layout.with_placement(axis, Replicate())
-    return layout
+    return layout.with_replicated([*layout.partial_axes, *layout.shard_axes(last)])
 
 
 def _table_gradient(table: Layout, batch: Layout, last: int) -> Layout:
@@ -148,12 +144,9 @@ def copy_pending(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: di
 def renorm(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """embedding_renorm_: each rank rescales the rows of its own that were looked up."""
     table, indices, max_norm, norm_type = args
-    layout = table._layout
-    for axis, placement in enumerate(layout.placements):
-        if not placement.is_shard(0):
-            layout = layout.with_placement(axis, Replicate())
-    size = table.shape[0]
-    moved: Planned = p.redistribute(table, layout)
+    layout, size = table._layout, table.shape[0]
+    others = [axis for axis in range(layout.mesh.ndim) if axis not in layout.shard_axes(0)]
+    moved: Planned = p.redistribute(table, layout.with_replicated(others))
     start, length = moved.interval(0)
 
     def rescale(part: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from longmesh._torch import OpOverload, aten, schema_of
 from longmesh.errors import LongmeshError
-from longmesh.spec import Layout, Partial
+from longmesh.spec import Partial
 from longmesh.spec.placement import identity_of
 from longmesh.tensor import distributions
 from longmesh.tensor.autograd import gradient_layout
@@ -174,9 +174,7 @@ def multinomial(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dic
             f"{tuple(weights.shape)}: give 1 or 2 dims, and without replacement at most as many as there are"
         )
     layout = gradient_layout(weights._layout)
-    for axis in layout.shard_axes(weights.ndim - 1):
-        layout = layout.with_placement(axis, Layout.replicated(layout.mesh).placements[axis])
-    weights = p.redistribute(weights, layout)
+    weights = p.redistribute(weights, layout.with_replicated(layout.shard_axes(weights.ndim - 1)))
     shape = (*weights.shape[:-1], count)
     if given["replacement"]:
         uniform = distributions.uniform(torch.float64)
