@@ -166,8 +166,8 @@ class ShardedCache(Cache):
         `chunk`: tokens of all rows that are computed at a time. `attention_mask`: 0 for padding, of these tokens or of
         all so far. Collective: every rank, with the same arguments.
 
-        Leave the last token to `generate`, which computes one at least: it takes the ids of a prompt that is cached whole
-        for new tokens, with any cache of transformers.
+        Leave the last token to `generate`, which computes one at least: it takes the ids of a prompt that is cached
+        whole for new tokens, with any cache of transformers.
         """
         prefill(self._batch, self, model, input_ids, attention_mask, chunk)
 
