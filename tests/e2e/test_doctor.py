@@ -72,7 +72,7 @@ def test_a_rank_of_torchrun_leaves_with_the_commands_exit_code(arguments, code):
 def test_a_problem_is_told(capsys):
     show([Finding("kernels", "cuda_flash", {"dtype": "bfloat16"}, "differs from float64 by 0.3")], 2)
     said = capsys.readouterr().out
-    assert "wrong: kernels cuda_flash: differs from float64 by 0.3" in said
+    assert "wrong: kernels cuda_flash bfloat16: differs from float64 by 0.3" in said
     assert "wrong on other ranks: 1" in said and "2 problems" in said
 
 

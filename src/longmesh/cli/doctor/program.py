@@ -100,7 +100,7 @@ def show(findings: list[Finding], problems: int) -> None:
                 cells = [", ".join(f"{key.replace('_', ' ')} {value}" for key, value in f.figures.items())]
             table.add_row(f.name, *cells, f.problem or f.advice or "ok")
         console.print(table)
-    wrong = [f"{f.section} {f.name}: {f.problem}" for f in findings if f.problem is not None]
+    wrong = [f"{_title(f)}: {f.problem}" for f in findings if f.problem is not None]
     for line in wrong:
         console.print(f"wrong: {line}", highlight=False, markup=False)
     elsewhere = problems - len(wrong)
@@ -109,6 +109,12 @@ def show(findings: list[Finding], problems: int) -> None:
     console.print(
         "1 problem" if problems == 1 else f"{problems} problems" if problems else "nothing is wrong"
     )
+
+
+def _title(finding: Finding) -> str:
+    """Which row of the tables it is."""
+    which = [finding.figures[key] for key in ("dtype", "kind", "axis", "bytes") if key in finding.figures]
+    return " ".join(map(str, (finding.section, finding.name, *which)))
 
 
 if __name__ == "__main__":
