@@ -171,3 +171,14 @@ def test_a_slice_moves_only_what_changes_hands(pool):
         [("all_to_all", 0)], [("all_to_all", 8)], [("all_to_all", 8)], [("all_to_all", 0)]
     ]  # fmt: skip
     assert results[0][1:] == ((Shard(0),), list(map(float, range(4, 12))), 0)
+
+
+def written_by_index_where_one_rank_has_all():
+    """A dim of size 1: one rank has all of it, and could write in place what the other can't."""
+    x = distribute_tensor(torch.ones(3, 1), cpu_mesh(2), [Shard(1)])
+    x[:, [0]] *= 2
+    return x.full_tensor().tolist()
+
+
+def test_written_by_index_where_one_rank_has_all(pool):
+    assert pool.run(written_by_index_where_one_rank_has_all, ranks=2) == [[[2.0]] * 3] * 2

@@ -14,7 +14,7 @@ import torch
 from longmesh._torch import OpOverload
 from longmesh.comm import MeshComm
 from longmesh.rules import LocalView, Meta, OpCall, Rule
-from longmesh.spec import Layout
+from longmesh.spec import Coordinate, Layout
 from longmesh.tensor.op_facts import OpFacts, quick_call, run_on_meta
 from longmesh.tensor.propagate import Choice
 from longmesh.tensor.tree import map_tensors
@@ -80,11 +80,12 @@ def _local_form(
     local_call: Callable[..., Any] = func
     static = None
     if rule.local_args is not None or rule.local_op is not None:
-        view = _local_view(call, choice.inputs, choice.outputs, comm)
+        view = _local_view(call, choice, comm.coordinate)
         if rule.local_op is not None:
             local_call = rule.local_op(call, view) or func
-            if local_call is not func and facts.functional is not None:
-                return None
+            views = (_local_view(call, choice, where) for where in comm.shape.coordinates())
+            if facts.functional is not None and any(rule.local_op(call, v) for v in views):
+                return None  # on every rank alike, also on one that would call the op itself
         if rule.local_args is not None:
             given = (call.args, dict(call.kwargs))
             static = rule.local_args(call, view)
@@ -125,12 +126,9 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _local_view(
-    call: OpCall, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...], comm: MeshComm
-) -> LocalView:
-    where = comm.coordinate
-    given: list[tuple[Any, Any]] = [(y, m.shape) for y, m in zip(inputs, call.tensors, strict=True)]
-    made: list[tuple[Any, Any]] = [(y, m.shape) for y, m in zip(outputs, call.outputs, strict=True)]
+def _local_view(call: OpCall, choice: Choice, where: Coordinate) -> LocalView:
+    given: list[tuple[Any, Any]] = [(y, m.shape) for y, m in zip(choice.inputs, call.tensors, strict=True)]
+    made: list[tuple[Any, Any]] = [(y, m.shape) for y, m in zip(choice.outputs, call.outputs, strict=True)]
     return LocalView(
         input_shapes=tuple([y.local_shape(shape, where) for y, shape in given]),
         input_offsets=tuple([y.local_offset(shape, where) for y, shape in given]),
