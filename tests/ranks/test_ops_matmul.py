@@ -194,7 +194,7 @@ def write_to_inputs_of_frozen_weights():
     mesh, worst = cpu_mesh(2), 0.0
     torch.manual_seed(0)
     start, weight = torch.randn(3, 5, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
-    for product in (functional.linear, lambda x, w: torch.einsum("abi,oi->abo", x, w)):
+    for product in (functional.linear, lambda x, w: x @ w.mT, lambda x, w: torch.einsum("abi,oi->abo", x, w)):
         for placement in (Shard(0), Shard(1), Replicate()):
             grads = []
             for to in (lambda t, _: t.clone(), lambda t, p: distribute_tensor(t, mesh, [p])):

@@ -187,17 +187,34 @@ def linear_backward(
 
 def matmul_backward(grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, mask: Sequence[bool]) -> Gradients:
     """Gradients of a.matmul(b), those that `mask` asks for. torch has no CPU kernel of it."""
-    if a.ndim == 1:
-        grad = grad.unsqueeze(-1 if b.ndim == 1 else -2)
-    if b.ndim == 1:
-        grad = grad.unsqueeze(-1)
-    rows, columns = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(1) if b.ndim == 1 else b
-    of_a = grad.matmul(columns.mT).sum_to_size(rows.shape).reshape(a.shape) if mask[0] else None
-    if not mask[1]:
-        return of_a, None
-    if columns.ndim == 2:  # one product of all rows, not a sum of one product per batch entry
+    return (
+        matmul_first_gradient(grad, a.shape, b) if mask[0] else None,
+        matmul_second_gradient(grad, a, b.shape) if mask[1] else None,
+    )
+
+
+def matmul_first_gradient(grad: torch.Tensor, shape: torch.Size, b: torch.Tensor) -> torch.Tensor:
+    """Of a.matmul(b): the gradient of an `a` of `shape`."""
+    columns = b.unsqueeze(1) if b.ndim == 1 else b
+    rows = (1, *shape) if len(shape) == 1 else shape
+    return _as_matrices(grad, len(shape), b.ndim).matmul(columns.mT).sum_to_size(rows).reshape(shape)
+
+
+def matmul_second_gradient(grad: torch.Tensor, a: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Of a.matmul(b): the gradient of a `b` of `shape`."""
+    grad = _as_matrices(grad, a.ndim, len(shape))
+    rows = a.unsqueeze(0) if a.ndim == 1 else a
+    columns = (*shape, 1) if len(shape) == 1 else shape
+    if len(columns) == 2:  # one product of all rows, not a sum of one product per batch entry
         rows, grad = _as_rows(rows), _as_rows(grad)
-    return of_a, rows.mT.matmul(grad).sum_to_size(columns.shape).reshape(b.shape)
+    return rows.mT.matmul(grad).sum_to_size(columns).reshape(shape)
+
+
+def _as_matrices(grad: torch.Tensor, first_ndim: int, second_ndim: int) -> torch.Tensor:
+    """The gradient of a.matmul(b) with the dims of size 1 that a or b, a vector, has no part in."""
+    if first_ndim == 1:
+        grad = grad.unsqueeze(-1 if second_ndim == 1 else -2)
+    return grad.unsqueeze(-1) if second_ndim == 1 else grad
 
 
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:

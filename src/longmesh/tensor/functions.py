@@ -31,7 +31,7 @@ from longmesh._torch import (
     is_any_autocast_enabled,
     no_subclass_functions,
 )
-from longmesh.rules.product import einsum_terms, matmul_backward
+from longmesh.rules.product import einsum_terms, matmul_first_gradient, matmul_second_gradient
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.dtensor import DTensor, Factor
 from longmesh.tensor.plain import in_attention
@@ -146,7 +146,9 @@ class _Linear(torch.autograd.Function):
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: DTensor, b: DTensor) -> DTensor:
-        ctx.save_for_backward(a, b)
+        # A factor is kept for the other's gradient only: else it may be freed, or written to.
+        ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None)
+        ctx.shapes = a.shape, b.shape
         ctx.set_materialize_grads(False)
         return run_below_autograd(aten.matmul.default, a, b)
 
@@ -156,9 +158,13 @@ class _Matmul(torch.autograd.Function):
         (grad,), needs = grads, list(ctx.needs_input_grad)
         if grad is None:
             return None, None
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and all(needs):
             return run_below_autograd(aten.matmul_backward.default, grad, a, b, needs)
-        return matmul_backward(grad, a, b, needs)
+        first, second = ctx.shapes
+        return (
+            matmul_first_gradient(grad, first, b) if needs[0] else None,
+            matmul_second_gradient(grad, a, second) if needs[1] else None,
+        )
 
 
 class _Einsum(torch.autograd.Function):
