@@ -15,6 +15,7 @@ from longmesh import Shard, checkpoint, distribute_tensor, hf
 from longmesh.attention import ContextParallel
 from longmesh.attention.kernel.base import Score
 from longmesh.cache import PagePool
+from longmesh.comm.agree import check_every_call
 from longmesh.testing.device import DeviceCounts
 from longmesh.testing.mesh import world_mesh
 from support.device_models import MODELS, models_of_host_batches
@@ -92,6 +93,7 @@ def counted_serving() -> list[tuple[str, int, int]]:
     for _ in range(2):
         with (
             DeviceCounts() as counts,
+            check_every_call(False),  # as for users: batches are compared at a mesh's first scope
             hf.context_parallel(pool.mesh, make_batch("packed"), model=model) as part,
         ):
             model(**part, use_cache=False).loss.backward()
