@@ -4,8 +4,8 @@
 
 A name is looked up once, when this module is imported. If torch no longer has it, the feature that needs it raises a
 `LongmeshError` when it is used, or takes a slower public way. `import longmesh` still works, and
-`lookup.missing_names()` lists what is gone. What longmesh changes in torch for the whole process is at the end of this
-file, and in docs/design.md. `devices` has what only made-up devices need, `bridge` what only the bridges need.
+`lookup.missing_names()` lists what is gone. `process_wide` has what longmesh changes in torch for the whole process,
+`devices` what only made-up devices need, `bridge` what only the bridges need.
 
 Pitfall: names that are called for every op are torch's own functions, not wrapped in ours: a call costs 0.05 us.
 """
@@ -110,6 +110,11 @@ functional_collectives: Any = SimpleNamespace(
         )
     }
 )  # fmt: skip
+
+# What calls an op that `process_wide.keep_calls` was given in a compiled program: (token, op, *arguments).
+call_with_effect: Any = find(
+    "torch.ops:higher_order.with_effects", "counting collectives of compiled programs", otherwise=None
+)
 
 # The key-value store that the world was made with, and a process group by its name.
 world_store: Callable[[], Any] = find(
@@ -341,85 +346,3 @@ def share_state(module: nn.Module, source: nn.Module) -> None:
     module._buffers = source._buffers
     module._modules = source._modules
     module._non_persistent_buffers_set = source._non_persistent_buffers_set
-
-
-# -- what longmesh changes in torch for the whole process ------------------------------------------
-
-
-def use_foreach_path(*types: type) -> None:
-    """Tensors of these types take the path of torch's optimizers and clip_grad_norm_ that handles many at once.
-
-    Appends them to torch's two lists of such types. Without the lists each tensor is handled by itself.
-    """
-    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
-        listed = find(f"{module}:_foreach_supported_types", "foreach optimizers", otherwise=[])
-        listed.extend(t for t in types if t not in listed)
-
-
-def watch_parameters(hook: Callable[[nn.Module, str, nn.Parameter], Any]) -> None:
-    """Call `hook` for every parameter that any module gets from now on; it may return another one."""
-    nn.modules.module.register_module_parameter_registration_hook(hook)
-
-
-def watch_modules(
-    before: Callable[..., Any], after: Callable[..., Any], *, with_kwargs: bool = False
-) -> Callable[[], None]:
-    """Call hooks around the forward of every module, `after` also where it raises; what this returns ends it."""
-    hooks = (
-        nn.modules.module.register_module_forward_pre_hook(before),
-        nn.modules.module.register_module_forward_hook(after, with_kwargs=with_kwargs, always_call=True),
-    )
-    names = "torch.nn.modules.module:_global_forward_hooks_with_kwargs"
-    having_kwargs = find(names, "compiled modules without a warning", otherwise={})
-
-    def end() -> None:
-        for hook in hooks:
-            hook.remove()
-        having_kwargs.pop(
-            hooks[1].id, None
-        )  # torch leaves it there, and warns of it at every compiled module
-
-    return end
-
-
-_ORDERED = find("torch._library.effects:EffectType.ORDERED", "collectives in compiled programs", None)
-# What calls such an op in a compiled program: (token, op, *arguments).
-call_with_effect: Any = find(
-    "torch.ops:higher_order.with_effects", "counting collectives of compiled programs", otherwise=None
-)
-
-
-def keep_calls(*ops: Any) -> None:
-    """Compiled programs call these custom ops exactly as traced: once, in order, in the same half of the program."""
-    for op in ops:
-        op.register_effect(_ORDERED)
-
-
-def allow_unpickling(*types: Any) -> None:
-    """torch.load(weights_only=True) may make these, from now on."""
-    torch.serialization.add_safe_globals(list(types))
-
-
-def run_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo calls `function` while it traces instead of tracing it, and takes its result as a constant.
-
-    The mark that torch.compiler.assume_constant_result sets; that function would import the compiler now.
-    """
-    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
-
-
-def never_compile_alone(function: Callable[..., Any]) -> None:
-    """Dynamo traces `function` where it is called by what it compiles, and never compiles it by itself."""
-    eval_frame = "torch._C._dynamo.eval_frame"
-    feature = "context_parallel under torch.compile"
-    action = find(f"{eval_frame}:_FrameAction", feature, otherwise=None)
-    strategy = find(f"{eval_frame}:_FrameExecStrategy", feature, otherwise=None)
-    set_strategy = find(f"{eval_frame}:set_code_exec_strategy", feature, otherwise=None)
-    if action and strategy and set_strategy:
-        set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
-
-
-def break_graph(reason: str) -> None:
-    """End the graph that Dynamo is tracing here."""
-    torch._dynamo.graph_break(reason)  # named whole: Dynamo knows it by sight

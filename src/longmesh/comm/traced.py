@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import torch
 
-from longmesh._torch import functional_collectives as _ops, keep_calls
+from longmesh._torch import functional_collectives as _ops
+from longmesh._torch.process_wide import keep_calls
 
 
 @torch.library.custom_op("longmesh::all_to_all_single", mutates_args=())

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longmesh._torch import watch_modules
+from longmesh._torch.process_wide import watch_modules
 from longmesh.debug.origin import Spans, in_backward
 from longmesh.tensor import DTensor
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from longmesh._torch import compiled_module, watch_modules
+from longmesh._torch import compiled_module
+from longmesh._torch.process_wide import watch_modules
 from longmesh.hf.adaptation import Adaptation, adapt
 from longmesh.hf.call_checks import (
     named_arguments,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import run_while_tracing
+from longmesh._torch.process_wide import run_while_tracing
 
 
 class Traceable:

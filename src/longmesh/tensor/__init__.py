@@ -3,7 +3,7 @@
 # First: the class and what works on it need each other, and this order lets them.
 from longmesh.tensor.dtensor import DTensor, Factor  # isort: skip
 
-from longmesh._torch import use_foreach_path, watch_parameters
+from longmesh._torch.process_wide import use_foreach_path, watch_parameters
 from longmesh.tensor.capture import capture
 from longmesh.tensor.dispatch import dispatch as dispatcher
 from longmesh.tensor.distribute import distribute_module, distribute_tensor

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh._torch import allow_unpickling
+from longmesh._torch.process_wide import allow_unpickling
 from longmesh.spec import Layout, MaskPartial, MeshShape, Partial, Replicate, Shard, ShardOrderEntry
 from longmesh.tensor.autograd import check_current, current_part
 from longmesh.tensor.dtensor import DTensor

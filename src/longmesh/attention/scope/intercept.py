@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from longmesh._torch import HigherOrderOperator, aten, break_graph, never_compile_alone
+from longmesh._torch import HigherOrderOperator, aten
+from longmesh._torch.process_wide import break_graph, never_compile_alone
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.module_attention import attend_as_module
 from longmesh.errors import LongmeshError
