@@ -11,8 +11,21 @@ was there in one step when all is written: cut off before, it leaves the previou
 call these functions, with a file system that all of them see; without a process group they work in one process.
 """
 
-from longmesh.checkpoint.api import load, load_safetensors, save, save_safetensors
-from longmesh.checkpoint.keeping import Directory
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from longmesh.checkpoint.lock import DirectoryLock
 
+if TYPE_CHECKING:
+    from longmesh.checkpoint.api import load, load_safetensors, save, save_safetensors
+    from longmesh.checkpoint.keeping import Directory
+
 __all__ = ["Directory", "DirectoryLock", "load", "load_safetensors", "save", "save_safetensors"]
+
+
+def __getattr__(name: str) -> Any:
+    # torch.distributed.checkpoint takes most of a second to import: not in a launcher, which only lists directories.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "keeping" if name == "Directory" else "api"
+    return getattr(importlib.import_module(f"longmesh.checkpoint.{module}"), name)
