@@ -16,20 +16,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longmesh import checkpoint
-from longmesh.checkpoint import Directory
 from longmesh.errors import CheckpointError, LongmeshError, NumbersError
 from longmesh.train.options import AUTO, TrainOptions
 
 
-def open_checkpoints(out: str, options: TrainOptions) -> Directory:
+def open_checkpoints(out: str, options: TrainOptions) -> checkpoint.Directory:
     """The checkpoints of a run's directory. A state that is not finite is not saved over them."""
-    return Directory(
+    return checkpoint.Directory(
         Path(out, "checkpoint"), keep=options.keep, keep_every=options.keep_every, check_finite=True
     )
 
 
 @contextmanager
-def finished(checkpoints: Directory) -> Iterator[None]:
+def finished(checkpoints: checkpoint.Directory) -> Iterator[None]:
     """Finish a save that is under way when bad numbers end the run: every rank raises them alike."""
     try:
         yield
@@ -40,7 +39,7 @@ def finished(checkpoints: Directory) -> Iterator[None]:
 
 
 def save_state(
-    checkpoints: Directory,
+    checkpoints: checkpoint.Directory,
     model: nn.Module,
     optimizer: Optimizer,
     options: TrainOptions,
@@ -58,7 +57,7 @@ def save_state(
 
 
 def load_state(
-    checkpoints: Directory, model: nn.Module, optimizer: Optimizer, options: TrainOptions, text: str = ""
+    checkpoints: checkpoint.Directory, model: nn.Module, optimizer: Optimizer, options: TrainOptions, text: str = ""
 ) -> list[float]:
     """Go on from the newest whole checkpoint; the losses so far. Collective: every rank of the world."""
     out, newest = checkpoints.path.parent, checkpoints.latest_whole()
@@ -86,7 +85,7 @@ def load_state(
     return run["losses"]
 
 
-def _load_run(checkpoints: Directory, step: int) -> dict[str, Any]:
+def _load_run(checkpoints: checkpoint.Directory, step: int) -> dict[str, Any]:
     """What a checkpoint says of its run."""
     described, path = {"run": ""}, checkpoints.step_path(step)
     checkpoint.load(described, path)
