@@ -57,7 +57,11 @@ def save_state(
 
 
 def load_state(
-    checkpoints: checkpoint.Directory, model: nn.Module, optimizer: Optimizer, options: TrainOptions, text: str = ""
+    checkpoints: checkpoint.Directory,
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: TrainOptions,
+    text: str = "",
 ) -> list[float]:
     """Go on from the newest whole checkpoint; the losses so far. Collective: every rank of the world."""
     out, newest = checkpoints.path.parent, checkpoints.latest_whole()
