@@ -13,7 +13,6 @@ from longmesh.cli.doctor.finding import Finding
 from longmesh.cli.doctor.machine import examine_settings
 from longmesh.cli.doctor.program import show
 from longmesh.cli.main import main
-from longmesh.plan.cluster import Cluster
 
 
 def free_port() -> int:
@@ -23,11 +22,11 @@ def free_port() -> int:
 
 
 def test_two_ranks_of_torchrun(tmp_path):
-    """Ranks that it starts itself, and hybrid exchanges: tests/soak/test_doctor.py."""
-    report, saved = tmp_path / "doctor.json", tmp_path / "cluster.json"
+    """Ranks that it starts itself, hybrid exchanges and --save: tests/soak/test_doctor.py."""
+    report = tmp_path / "doctor.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    command = [*launcher, "-m", "longmesh", "doctor", "--json", str(report), "--save", str(saved)]
+    command = [*launcher, "-m", "longmesh", "doctor", "--json", str(report)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,11 +52,6 @@ def test_two_ranks_of_torchrun(tmp_path):
     assert row["axis"] == "node" and row["us"] > 0
     assert row["algorithm_gb_s"] == pytest.approx(row["bytes"] / row["us"] / 1e3, abs=2e-3)
     assert row["bus_gb_s"] == pytest.approx(row["algorithm_gb_s"], abs=2e-3)  # 2 (n - 1) / n of it
-    cluster = Cluster.load(saved)
-    assert cluster.measured and [level.name for level in cluster.levels] == ["device", "node"]
-    assert {rate.op for rate in cluster.rates} == {"matmul", "attention", "attention_backward"}
-    assert cluster.levels[1].link_of("send").time_us(1 << 20) > 0
-    assert {rate.kind for rate in cluster.rates} == {"full", "causal", "window"}
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--ranks", "3"], 2), (["--help"], 0)])

@@ -23,6 +23,18 @@ def test_four_ranks_that_it_starts(tmp_path):
     assert {("hybrid", "2 x 2"), ("ring", "4")} <= exchanges_of(report)
 
 
+def test_the_cluster_of_two_ranks(tmp_path):
+    saved = tmp_path / "cluster.json"
+    command = [sys.executable, "-m", "longmesh", "doctor", "--ranks", "2", "--save", str(saved)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cluster = Cluster.load(saved)
+    assert cluster.measured and [level.name for level in cluster.levels] == ["device", "node"]
+    assert {rate.op for rate in cluster.rates} == {"matmul", "attention", "attention_backward"}
+    assert cluster.levels[1].link_of("send").time_us(1 << 20) > 0
+    assert {rate.kind for rate in cluster.rates} == {"full", "causal", "window"}
+
+
 def test_two_hosts(tmp_path):
     report, saved, port = tmp_path / "doctor.json", tmp_path / "cluster.json", str(free_port())
     hosts = []
