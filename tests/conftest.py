@@ -1,4 +1,7 @@
-"""One pool of ranks for the whole session, forked before any test can run a threaded op."""
+"""One pool of ranks for the whole session, forked before any test can run a threaded op.
+
+After the tests are collected: what their files import is there for every rank, which else imports it by itself.
+"""
 
 import gc
 import signal
@@ -17,19 +20,24 @@ settings.register_profile("longmesh", deadline=None, print_blob=True)
 settings.load_profile("longmesh")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     # A shell lets what it runs in the background ignore interrupts, and `make test` runs one half so; tests send some.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     # Most of what is in memory is torch, which is never collected: looking through it seldom saves a tenth of the time.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-    config.stash[POOL] = RankPool(4)
-    config.stash[LARGE_POOL] = RankPool(8)
+    stash = session.config.stash
+    stash[POOL] = RankPool(4)
+    stash[LARGE_POOL] = RankPool(8)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[LARGE_POOL].close()  # first: it was forked last, and holds the other's pipes
-    config.stash[POOL].close()
+    for key in (LARGE_POOL, POOL):  # the one that was forked last holds the other's pipes; none, if collecting failed
+        if key in config.stash:
+            config.stash[key].close()
 
 
 @pytest.fixture(scope="session")
