@@ -35,7 +35,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    for key in (LARGE_POOL, POOL):  # the one that was forked last holds the other's pipes; none, if collecting failed
+    for key in (
+        LARGE_POOL,
+        POOL,
+    ):  # the one that was forked last holds the other's pipes; none, if collecting failed
         if key in config.stash:
             config.stash[key].close()
 
