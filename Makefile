@@ -13,7 +13,7 @@ demo: $(VENV)/.has-run
 
 # Two halves at the same time, since a test on ranks leaves cores idle while it waits; the second half's output comes at
 # the end. The tests on ranks that OTHERS matches are in the first half, so that both take as long.
-OTHERS := test_ops_*.py test_device_attention.py
+OTHERS := test_ops_*.py test_device_attention.py test_recurrent*.py
 test: $(VENV)/.has-test
 	@mkdir -p build
 	@$(BIN)/pytest tests/ranks $(OTHERS:%=--ignore-glob='*/%') > build/ranks.log 2>&1 & ranks=$$!; \
