@@ -18,6 +18,8 @@ DISTRIBUTE = {
     "one is wrong": lambda r: (torch.zeros(4), [Shard(5 * r)], {}),
     "one has no such rank": lambda r: (torch.zeros(4), [Shard(0)], {"src_data_rank": 9 * r}),
     "partial": lambda r: (torch.zeros(4), [Partial(["sum", "max"][r])], {}),
+    "one is no tensor": lambda r: (["zeros", torch.zeros(4)][1 - r], [Shard(0)], {}),
+    "one has no data": lambda r: (torch.zeros(4, device=["cpu", "meta"][r]), [Shard(0)], {}),
 }
 FROM_LOCAL = {
     "dtype": lambda r: (torch.zeros(3, dtype=[torch.float32, torch.float64][r]), [Shard(0)], {}),
@@ -74,7 +76,7 @@ def test_from_local_with_a_check(pool, name):
 def test_texts(pool):
     assert pool.run(distributed, "placements", ranks=2)[0][0] == (
         "distribute_tensor: the ranks were called with different arguments: rank 0 with Arguments(shape=(4, 2), "
-        "dtype='float32', layout='S(0)', src_data_rank=0, requires_grad=False), rank 1 with "
-        "Arguments(shape=(4, 2), dtype='float32', layout='S(1)', src_data_rank=0, requires_grad=False); "
-        "every rank must pass the same but for its own part"
+        "dtype='float32', layout='S(0)', src_data_rank=0, requires_grad=False, is_meta=False), rank 1 with "
+        "Arguments(shape=(4, 2), dtype='float32', layout='S(1)', src_data_rank=0, requires_grad=False, "
+        "is_meta=False); every rank must pass the same but for its own part"
     )

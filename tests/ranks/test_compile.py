@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
-from longmesh import Replicate, Shard, distribute_tensor
+from longmesh import DTensor, Replicate, Shard, distribute_tensor, zeros
 from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
 
@@ -202,3 +202,32 @@ def test_a_second_derivative_is_refused(pool):
         "derivatives, and its part of them would be left out; call the function that is not compiled there"
     )
     assert pool.run(second_derivative, ranks=2, timeout=120.0) == [expected] * 2
+
+
+def made_inside():
+    """DTensors that a compiled function makes itself: in its graph, and between its graphs."""
+    torch._dynamo.reset()
+    mesh = cpu_mesh(3)  # whose groups nobody has made yet
+    whole = torch.arange(14.0).view(7, 2)
+    mine = whole.chunk(3)[mesh.get_rank()].clone().requires_grad_()
+
+    def around(part):
+        x = DTensor.from_local(part, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
+        return (x * 2).redistribute(placements=[Shard(1)]).square().full_tensor()
+
+    out = torch.compile(around, backend="aot_eager", fullgraph=True)(mine)
+    out.sum().backward()
+    right = [torch.equal(out, (whole * 2).square()), torch.equal(mine.grad, mine.detach() * 8)]
+    equal = torch.compile(lambda t: DTensor.from_local(t, mesh).sum(), backend="aot_eager", fullgraph=True)
+    right.append(equal(torch.ones(4)).item() == 4)
+
+    def between(t):
+        return distribute_tensor(t, mesh, [Shard(0)]) * 2 + zeros(7, device_mesh=mesh, placements=[Shard(0)])
+
+    ones = torch.ones(7)
+    right.append(torch.equal(torch.compile(between, backend="aot_eager")(ones).full_tensor(), ones * 2))
+    return right
+
+
+def test_dtensors_that_are_made_inside(pool):
+    assert pool.run(made_inside, ranks=3, timeout=120.0) == [[True] * 4] * 3

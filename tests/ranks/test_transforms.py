@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
-from longmesh import DTensor, Replicate, Shard, distribute_tensor
+from longmesh import DTensor, Replicate, Shard, distribute_tensor, zeros
 from longmesh.errors import LongmeshError
 from longmesh.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from longmesh.testing import cpu_mesh
@@ -112,6 +112,12 @@ def refused(what):
         "redistribute": lambda: grad(lambda t: x.redistribute(placements=[Shard(1)]).sum() * t)(
             torch.ones(())
         ),
+        "distribute_tensor": lambda: grad(lambda t: (distribute_tensor(ones, mesh, [Shard(0)]) * t).sum())(
+            torch.ones(())
+        ),
+        "zeros": lambda: grad(lambda t: (zeros(4, device_mesh=mesh, placements=[Shard(0)]) * t).sum())(
+            torch.ones(())
+        ),
         "second derivative": lambda: grad(lambda t: grad(lambda s: layer(s).square().sum())(t).sum())(ones),
         "forward mode": lambda: jvp(layer, (ones,), (ones,)),
     }
@@ -128,6 +134,8 @@ def refused(what):
         ("from_local", "from_local inside a transform of torch.func .* in a class of its own"),
         ("to_local", "to_local inside a transform of torch.func"),
         ("redistribute", "redistribute inside a transform of torch.func .* call redistribute outside"),
+        ("distribute_tensor", "distribute_tensor inside a transform of torch.func"),
+        ("zeros", "zeros inside a transform of torch.func"),
         ("second derivative", "no second derivative under torch.func.* create_graph=True"),
         ("forward mode", "no forward-mode derivative .* use torch.func.vjp or jacrev"),
     ],

@@ -281,6 +281,16 @@ def is_traced_value(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, _Functional)
 
 
+_StandIn: Any = find(
+    "torch._library.fake_class_registry:FakeScriptObject", "from_local in compiled programs", ()
+)
+
+
+def real_object(value: Any) -> Any:
+    """The object itself where torch.compile, as it traces, gives what stands for it (a mesh is such an object)."""
+    return value.real_obj if isinstance(value, _StandIn) else value
+
+
 def is_given_to_compiled_backward() -> bool:
     """Whether the caller's caller hands a gradient on to the backward of a compiled program."""
     return sys._getframe(2).f_code.co_name == "process_runtime_tangent"

@@ -20,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh._torch import no_dispatch_modes
 from longmesh._torch.process_groups import new_group, root_of
 from longmesh.comm.record import tell_new_group
 from longmesh.errors import NotDistributedError
@@ -174,7 +175,8 @@ class _Registry:
         return self._make(mesh) if comm is None else comm
 
     def _make(self, mesh: DeviceMesh) -> MeshComm:
-        comm, key = MeshComm(mesh), id(mesh)
+        with no_dispatch_modes():  # the mesh is real also where a compiler is tracing
+            comm, key = MeshComm(mesh), id(mesh)
 
         def forget(gone: weakref.ref[MeshComm]) -> None:
             if self._comms.get(key) is gone:  # another mesh may have the number by now

@@ -15,11 +15,11 @@ from torch import nn
 
 from longmesh._torch import functorch_level
 from longmesh.errors import LongmeshError
-from longmesh.parallel.compiling import Traceable
 from longmesh.parallel.layer import Layer
 from longmesh.parallel.style import ParallelStyle, describe_module
 from longmesh.parallel.transforms import run_transformed
 from longmesh.tensor import DTensor
+from longmesh.tensor.compiling import Traceable
 
 
 class Styled(nn.Module):

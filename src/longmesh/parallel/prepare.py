@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.errors import LongmeshError
-from longmesh.parallel.compiling import Traceable
 from longmesh.parallel.style import (
     ParallelStyle,
     arrange,
@@ -21,6 +20,7 @@ from longmesh.parallel.style import (
     give,
 )
 from longmesh.spec import Placement
+from longmesh.tensor.compiling import Traceable
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 

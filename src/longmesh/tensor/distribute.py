@@ -18,7 +18,9 @@ from longmesh.plan import plan_redistribute
 from longmesh.spec import Layout, Placement, Replicate
 from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
+from longmesh.tensor.compiling import between_graphs
 from longmesh.tensor.dtensor import DTensor
+from longmesh.tensor.foreign import refuse_inside_transform
 from longmesh.tensor.meta import check_averages
 
 
@@ -30,8 +32,10 @@ class Arguments(NamedTuple):
     layout: str
     src_data_rank: int
     requires_grad: bool
+    is_meta: bool
 
 
+@between_graphs
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,
@@ -59,15 +63,16 @@ def distribute_tensor(
                 "layout"
             )
         return tensor
-    layout, problem = None, None
+    refuse_inside_transform("distribute_tensor")
+    layout = mine = problem = None
     try:
         layout = _checked_layout(tensor, mesh, placements, shard_order, src_data_rank)
-    except LongmeshError as error:
-        problem = error
-    if src_data_rank is not None and not tensor.is_meta and mesh.size() > 1:
-        names = "" if layout is None else str(layout)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        mine = Arguments(tuple(tensor.shape), dtype, names, src_data_rank, tensor.requires_grad)
+        given = (tuple(tensor.shape), dtype, str(layout), src_data_rank or 0)
+        mine = Arguments(*given, tensor.requires_grad, tensor.is_meta)
+    except Exception as error:  # whatever it is: other ranks would wait for this one
+        problem = error
+    if src_data_rank is not None and mesh.size() > 1:
         comm = comm_anywhere(mesh)
         if comm.is_member:
             group = comm.group(tuple(range(mesh.ndim)))
@@ -89,6 +94,10 @@ def _checked_layout(
     source: int | None,
 ) -> Layout:
     """The layout that was asked for, once all arguments of this rank are in order."""
+    if not isinstance(tensor, torch.Tensor):
+        raise LongmeshError(
+            f"distribute_tensor takes a tensor, got {type(tensor).__name__}; make one with torch.as_tensor() first"
+        )
     if not tensor.is_leaf:
         raise LongmeshError(
             "distribute_tensor takes a leaf tensor, got the result of a differentiable op; use DTensor.from_local "

@@ -25,6 +25,7 @@ from longmesh._torch import (
     make_around,
     make_quickly,
     no_torch_function,
+    real_object,
 )
 from longmesh.comm import comm_anywhere
 from longmesh.errors import LongmeshError
@@ -36,6 +37,7 @@ from longmesh.spec import (
     ShardOrder,
 )
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
+from longmesh.tensor.compiling import Traceable
 from longmesh.tensor.foreign import refuse_fsdp, refuse_memory, refuse_transformed
 from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
@@ -129,25 +131,10 @@ class DTensor(torch.Tensor):
         local gradient is laid out as the input was (a Partial gets a replicated one), or by `grad_placements`.
         """
         mesh = device_mesh or resolve_mesh(device_mesh, "from_local")
-        if isinstance(local_tensor, DTensor):
-            raise LongmeshError(
-                "from_local takes this rank's plain tensor, got a DTensor; use redistribute() to change its layout"
-            )
-        if functorch_level() is not None and is_transformed(local_tensor):
-            refuse_transformed("from_local")
-        given = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
-        has_options = not (shape is stride is grad_placements is shard_order is None)
-        if not has_options and not run_check and not local_tensor.requires_grad:
-            return _of_equal_parts(local_tensor, mesh, given)
-        if run_check:
-            options = (shape, stride, grad_placements, shard_order)
-            autograd.agree_on_local(local_tensor, mesh, given, *options)
-        ndim = local_tensor.ndim
-        layout = Layout(mesh, normalize_placements(given, ndim, "from_local"), shard_order)
-        layout.check_ndim(ndim, local_tensor.shape)
-        check_averages(layout, local_tensor.dtype)
-        grads = None if grad_placements is None else normalize_placements(grad_placements, ndim, "from_local")
-        return autograd.from_local(local_tensor, mesh, layout, shape, stride, run_check, grads)
+        options = (shape, stride, grad_placements, shard_order)
+        if torch.compiler.is_compiling():
+            return _FROM_LOCAL.run(local_tensor, mesh, placements, run_check, options)
+        return _from_local(local_tensor, mesh, placements, run_check, options)
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -354,6 +341,37 @@ class Factor(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return functions.call(func, args, kwargs)
+
+
+def _from_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    run_check: bool,
+    options: tuple[Any, Any, Any, Any],
+) -> DTensor:
+    """from_local, whose options are (shape, stride, grad_placements, shard_order)."""
+    if isinstance(local, DTensor):
+        raise LongmeshError(
+            "from_local takes this rank's plain tensor, got a DTensor; use redistribute() to change its layout"
+        )
+    if functorch_level() is not None and is_transformed(local):
+        refuse_transformed("from_local")
+    given = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+    if options == (None, None, None, None) and not run_check and not local.requires_grad:
+        return _of_equal_parts(local, mesh, given)
+    shape, stride, grad_placements, shard_order = options
+    if run_check:
+        autograd.agree_on_local(local, mesh, given, *options)
+    ndim = local.ndim
+    layout = Layout(mesh, normalize_placements(given, ndim, "from_local"), shard_order)
+    layout.check_ndim(ndim, local.shape)
+    check_averages(layout, local.dtype)
+    grads = None if grad_placements is None else normalize_placements(grad_placements, ndim, "from_local")
+    return autograd.from_local(local, mesh, layout, shape, stride, run_check, grads)
+
+
+_FROM_LOCAL = Traceable(lambda local, mesh, *rest: _from_local(local, real_object(mesh), *rest))
 
 
 def _of_equal_parts(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:

@@ -15,7 +15,9 @@ from longmesh.spec import Layout, Partial, Placement, Replicate
 from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor import distributions
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
+from longmesh.tensor.compiling import between_graphs
 from longmesh.tensor.dtensor import DTensor, ShardOrderLike
+from longmesh.tensor.foreign import refuse_inside_transform
 from longmesh.tensor.meta import check_averages
 from longmesh.tensor.random import keeps_value, next_key, sample, std_of_parts
 
@@ -138,6 +140,7 @@ def randn(
     )
 
 
+@between_graphs
 def _make_parts(
     caller: str,
     size: tuple[Any, ...],
@@ -150,6 +153,7 @@ def _make_parts(
 ) -> DTensor:
     """A DTensor of which `fill(layout, shape, coordinate, device)` makes this rank's part; empty outside the mesh. Of
     a pending sum or product one rank has the values, and the others the identity."""
+    refuse_inside_transform(caller)
     mesh = resolve_mesh(device_mesh, caller)
     shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     given = (Replicate(),) * mesh.ndim if placements is None else placements

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from longmesh._torch import OpOverload, schema_of
+from longmesh._torch import OpOverload, functorch_level, is_transformed, schema_of
 from longmesh.errors import LongmeshError
 
 c10d = torch.ops.c10d
@@ -28,12 +28,18 @@ def refuse_collective(p: Any, func: OpOverload, args: tuple[Any, ...], kwargs: d
 
 
 def refuse_transformed(caller: str) -> NoReturn:
-    """from_local, to_local and redistribute inside torch.func."""
+    """What makes, opens or redistributes DTensors inside torch.func."""
     raise LongmeshError(
         f"{caller} inside a transform of torch.func (grad, vjp, vmap, jacrev): torch wraps tensors in a class of its "
         "own there, which hides whether they are DTensors. Ops on DTensors and modules with a parallel "
         f"style work inside; call {caller} outside, or use torch.autograd.grad"
     )
+
+
+def refuse_inside_transform(caller: str) -> None:
+    """Of what makes tensors: those made inside torch.func's grad and vjp are of torch's class, and have no memory."""
+    if functorch_level() is not None and is_transformed(torch.empty(0)):
+        refuse_transformed(caller)
 
 
 def refuse_fsdp(tensor: torch.Tensor) -> NoReturn:
