@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from longmesh import DTensor, Partial, Replicate, Shard, distribute_tensor
 from longmesh.errors import LongmeshError
+from longmesh.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from longmesh.testing import cpu_mesh
 
 DISTRIBUTE = {
@@ -71,6 +73,29 @@ def test_from_local_with_a_check(pool, name):
     assert first_goes_on and second_goes_on
     assert first == second
     assert first.startswith("from_local(run_check=True): ")
+
+
+PLANS = {
+    "another style": lambda r: {"0": [ColwiseParallel(), RowwiseParallel()][r]},
+    "another module": lambda r: {str(r): ColwiseParallel()},
+    "one matches nothing": lambda r: {["0", "x"][r]: ColwiseParallel()},
+    "one is no plan": lambda r: {"0": [ColwiseParallel(), "colwise"][r]},
+}
+
+
+def parallelized(name):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    told = raised_by(
+        lambda plan, mesh, _: parallelize_module(model, mesh, plan), lambda r: (PLANS[name](r), None, {})
+    )
+    return *told, not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_parallelize_module(pool, name):
+    (first, *others), (second, *of_second) = pool.run(parallelized, name, ranks=2)
+    assert others == of_second == [True, True]
+    assert "rank 1" in first and (first == second or "so every rank stops: " + second in first)
 
 
 def test_texts(pool):

@@ -250,7 +250,7 @@ def test_tied_weights_stay_tied(pool):
 
 
 def mistakes():
-    """Each is found before anything is sent, with the same text on every rank."""
+    """Each is found before anything is sent but what compares plans, with the same text on every rank."""
     mesh = init_device_mesh("cpu", (2,))  # where no style has given unequal shards
     _, styled = mlp(mesh)
     texts = []
@@ -277,7 +277,7 @@ def test_mistakes(pool):
     first, second = pool.run(mistakes, ranks=2)
     assert first == second
     texts, sent = first
-    assert sent == []
+    assert sent == ["all_reduce"] * 5  # of the plans' fingerprints, one in each parallelize_module
     assert texts == [
         (
             "RowwiseParallel of Linear: this rank's input has 10 features and its share of 10 on 2 ranks is 5; pass "

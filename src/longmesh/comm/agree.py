@@ -23,9 +23,10 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.comm import collectives
-from longmesh.comm.groups import AxisGroup
+from longmesh.comm.groups import AxisGroup, comm_anywhere
 from longmesh.errors import LongmeshError
 
 _TEXT_BYTES = 1024
@@ -73,6 +74,13 @@ def agree(
     if error is not None:
         raise error
     raise LongmeshError(_describe(what, texts, group))
+
+
+def agree_on_mesh(what: str, signature: NamedTuple | None, error: Exception | None, mesh: DeviceMesh) -> None:
+    """The same over all ranks of a mesh; outside of it, nothing."""
+    comm = comm_anywhere(mesh)
+    if comm.is_member and mesh.size() > 1:
+        agree(what, signature, error, comm.group(tuple(range(mesh.ndim))), mesh.device_type)
 
 
 def _gather_texts(text: str, is_error: bool, group: AxisGroup, device: str) -> list[tuple[bool, str]]:

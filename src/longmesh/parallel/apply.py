@@ -7,7 +7,8 @@
     })
 
 A pattern has one fnmatch part per level. The whole plan is resolved and checked before the first module is
-touched, so a mistake in it is raised on every rank and leaves the model as it was.
+touched, and compared over the ranks, so a mistake in it, also on one rank alone, is raised on every rank and leaves the
+model as it was.
 """
 
 from __future__ import annotations
@@ -16,18 +17,26 @@ import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import own_parameters
+from longmesh.comm.agree import agree_on_mesh
 from longmesh.errors import LongmeshError
 from longmesh.parallel.style import ParallelStyle
 from longmesh.tensor import DTensor
 from longmesh.tensor.arguments import resolve_mesh
 
 Target = tuple[str, nn.Module, ParallelStyle]
+
+
+class Styles(NamedTuple):
+    """What must be the same on every rank."""
+
+    styles: tuple[tuple[str, str], ...]
+    src_data_rank: int
 
 
 def parallelize_module(
@@ -56,9 +65,18 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("parallelize_module without parallelize_plan= does nothing", stacklevel=2)
         return module
-    targets = _without_repeats(_resolve(module, "", parallelize_plan))
-    for name, target, style in targets:
-        style._check(name, target, mesh)
+    targets, problem = [], None
+    try:
+        targets = _without_repeats(_resolve(module, "", parallelize_plan))
+        for name, target, style in targets:
+            style._check(name, target, mesh)
+    except Exception as error:  # whatever it is: other ranks would wait for this one
+        problem = error
+    if src_data_rank is not None:
+        found = Styles(tuple((name, type(style).__name__) for name, _, style in targets), src_data_rank)
+        agree_on_mesh("parallelize_module", found, problem, mesh)
+    if problem is not None:
+        raise problem
     shared = _shared_parameters(target for _, target, _ in targets)
     for _, target, style in targets:
         style.src_data_rank = src_data_rank

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import functorch_level
 from longmesh.comm import MeshComm, comm_anywhere, kept_by_mesh, run_plan
-from longmesh.comm.agree import agree
+from longmesh.comm.agree import agree_on_mesh
 from longmesh.comm.verify import broadcast_replicas, verify_local_shapes
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, MeshShape, Partial, Placement
@@ -86,11 +86,7 @@ def agree_on_local(
         grads,
         order,
     )
-    comm = comm_anywhere(mesh)
-    if not comm.is_member:
-        return
-    group = comm.group(tuple(range(comm.shape.ndim)))
-    agree("from_local(run_check=True)", mine, None, group, local.device.type)
+    agree_on_mesh("from_local(run_check=True)", mine, None, mesh)
 
 
 def from_local(

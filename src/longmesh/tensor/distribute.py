@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import own_buffers, own_parameters
 from longmesh.comm import comm_anywhere, run_plan
-from longmesh.comm.agree import agree
+from longmesh.comm.agree import agree_on_mesh
 from longmesh.comm.scatter import scatter_tensor
 from longmesh.errors import LongmeshError
 from longmesh.plan import plan_redistribute
@@ -72,11 +72,8 @@ def distribute_tensor(
         mine = Arguments(*given, tensor.requires_grad, tensor.is_meta)
     except Exception as error:  # whatever it is: other ranks would wait for this one
         problem = error
-    if src_data_rank is not None and mesh.size() > 1:
-        comm = comm_anywhere(mesh)
-        if comm.is_member:
-            group = comm.group(tuple(range(mesh.ndim)))
-            agree("distribute_tensor", mine, problem, group, mesh.device_type)
+    if src_data_rank is not None:
+        agree_on_mesh("distribute_tensor", mine, problem, mesh)
     if layout is None:
         assert problem is not None
         raise problem
