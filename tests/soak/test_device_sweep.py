@@ -10,9 +10,9 @@ from support.device_attention import EXCHANGES, LAYOUTS, MASKS, OPTIONS, Case, r
 from support.device_models import (
     MODELS,
     MORE_MODELS,
+    attention_models_of_host_batches,
     cross_attention,
     diffusers_model,
-    models_of_host_batches,
     more_recurrent_layers,
     recurrent_layers,
 )
@@ -75,7 +75,13 @@ def run_as_all(program, num_ranks):
 
 
 HOLLOW = [styles, optimizers, redistributions, scopes, flex, flex_scope, lost_tokens, trainer_steps]
-HOLLOW += [recurrent_layers, more_recurrent_layers, cross_attention, models_of_host_batches, diffusers_model]
+HOLLOW += [
+    recurrent_layers,
+    more_recurrent_layers,
+    cross_attention,
+    attention_models_of_host_batches,
+    diffusers_model,
+]
 
 
 @pytest.mark.parametrize("program", HOLLOW, ids=lambda program: program.__name__)

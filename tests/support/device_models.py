@@ -100,12 +100,21 @@ def _train_model(family: str, whats: tuple[str, ...]) -> Numbers:
     return found
 
 
-def models_of_host_batches() -> Numbers:
+ATTENTION_MODELS = {"llama": ("packed", "plain"), "gpt_oss": ("packed",)}
+
+
+def attention_models_of_host_batches() -> Numbers:
+    """Without recurrent layers: torch's group that sends nothing refuses a rank that only receives, which real groups
+    take."""
+    return models_of_host_batches(ATTENTION_MODELS)
+
+
+def models_of_host_batches(families: dict[str, tuple[str, ...]] | None = None) -> Numbers:
     """Models over batches that lie on the host. A model is inspected first, on CPUs: that reads what it computes."""
     hf.register()
     cpus = init_device_mesh("cpu", (dist.get_world_size(),))
     found: Numbers = {}
-    for family, whats in {"llama": ("packed", "plain"), "gpt_oss": ("packed",), "bamba": ("packed",)}.items():
+    for family, whats in (families or ATTENTION_MODELS | {"bamba": ("packed",)}).items():
         model = make_model(family, "longmesh")
         for what in whats:
             batch = make_batch(what)

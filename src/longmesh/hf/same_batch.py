@@ -1,11 +1,12 @@
 """Whether all ranks of a sequence were given the same batch: each would cut another one, and attention would mix them.
 
-Compared at the first scope of a mesh, and at every one on CPUs: elsewhere a comparison would wait for the device.
+Compared at the first scope of a mesh, and at every one on CPUs: elsewhere a comparison may wait for the device.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,9 +25,11 @@ def refuse_different(mesh: DeviceMesh, batch: Mapping[str, Any]) -> None:
     if mesh.size() == 1 or not _is_asked(mesh):
         return
     group = comm_of(mesh).group(tuple(range(mesh.ndim)))
-    every = collectives.all_gather(_digest(batch).to(mesh.device_type)[None], group=group)
-    numbers, sizes = every[:, 0], every[:, 1]
-    if bool((numbers != numbers[0]).any()) or not torch.allclose(sizes, sizes[:1], rtol=1e-3):
+    number, size = _digest(batch)
+    ends = torch.tensor((number, -number, size, -size), dtype=torch.float64)
+    ends = ends.to(group.device_of_words(mesh.device_type))
+    high, low, largest, smallest = collectives.all_reduce(ends, reduce_op="max", group=group).tolist()
+    if high != -low or not math.isclose(largest, -smallest, rel_tol=1e-3):
         raise LongmeshError(
             "the ranks of one sequence got different batches; a sampler or collator that draws random numbers must be "
             "seeded alike on all ranks of 'cp', with a generator of its own"
@@ -43,7 +46,7 @@ def _scopes(comm: MeshComm) -> Iterator[int]:
     return itertools.count()
 
 
-def _digest(batch: Mapping[str, Any]) -> Tensor:
+def _digest(batch: Mapping[str, Any]) -> tuple[int, float]:
     """A number made of names, shapes and integers, and the size of floats, which ranks may round differently."""
     number, size = 0, 0.0
     for name, value in sorted(batch.items()):
@@ -56,4 +59,4 @@ def _digest(batch: Mapping[str, Any]) -> Tensor:
         else:
             weights = torch.arange(1, len(flat) + 1, device=flat.device) % 8191 + 1
             number = zlib.crc32(f"{number} {int((flat.long() * weights).sum())}".encode())
-    return torch.tensor([number, size], dtype=torch.float64)
+    return number, size
