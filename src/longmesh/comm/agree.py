@@ -23,6 +23,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.comm import collectives
@@ -77,9 +78,11 @@ def agree(
 
 
 def agree_on_mesh(what: str, signature: NamedTuple | None, error: Exception | None, mesh: DeviceMesh) -> None:
-    """The same over all ranks of a mesh; outside of it, nothing."""
+    """The same over all ranks of a mesh; nothing outside of it, and where there are no other processes."""
+    if mesh.size() == 1 or not dist.is_initialized():
+        return
     comm = comm_anywhere(mesh)
-    if comm.is_member and mesh.size() > 1:
+    if comm.is_member:
         agree(what, signature, error, comm.group(tuple(range(mesh.ndim))), mesh.device_type)
 
 
