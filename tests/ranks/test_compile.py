@@ -222,7 +222,9 @@ def made_inside():
     right.append(equal(torch.ones(4)).item() == 4)
 
     def between(t):
-        return distribute_tensor(t, mesh, [Shard(0)]) * 2 + zeros(7, device_mesh=mesh, placements=[Shard(0)])
+        checked = DTensor.from_local(t, mesh, run_check=True)
+        made = distribute_tensor(t, mesh, [Shard(0)]) + checked
+        return made + zeros(7, device_mesh=mesh, placements=[Shard(0)])
 
     ones = torch.ones(7)
     right.append(torch.equal(torch.compile(between, backend="aot_eager")(ones).full_tensor(), ones * 2))

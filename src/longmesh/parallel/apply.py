@@ -7,8 +7,8 @@
     })
 
 A pattern has one fnmatch part per level. The whole plan is resolved and checked before the first module is
-touched, and compared over the ranks, so a mistake in it, also on one rank alone, is raised on every rank and leaves the
-model as it was.
+touched, and compared over the ranks (unless nothing is to be sent: src_data_rank=None), so a mistake in it, also on one
+rank alone, is raised on every rank and leaves the model as it was.
 """
 
 from __future__ import annotations

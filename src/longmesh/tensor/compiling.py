@@ -29,10 +29,10 @@ class Traceable:
     def __deepcopy__(self, memo: dict[int, Any]) -> Traceable:
         return self
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             _allow(self)
-        return self.function(*args, **kwargs)
+        return self.function(*args)
 
 
 @run_while_tracing

@@ -37,7 +37,7 @@ from longmesh.spec import (
     ShardOrder,
 )
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
-from longmesh.tensor.compiling import Traceable
+from longmesh.tensor.compiling import Traceable, between_graphs
 from longmesh.tensor.foreign import refuse_fsdp, refuse_memory, refuse_transformed
 from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
@@ -133,7 +133,8 @@ class DTensor(torch.Tensor):
         mesh = device_mesh or resolve_mesh(device_mesh, "from_local")
         options = (shape, stride, grad_placements, shard_order)
         if torch.compiler.is_compiling():
-            return _FROM_LOCAL.run(local_tensor, mesh, placements, run_check, options)
+            call = _checked_from_local if run_check else _FROM_LOCAL.run
+            return call(local_tensor, mesh, placements, run_check, options)
         return _from_local(local_tensor, mesh, placements, run_check, options)
 
     @property
@@ -371,6 +372,7 @@ def _from_local(
     return autograd.from_local(local, mesh, layout, shape, stride, run_check, grads)
 
 
+_checked_from_local = between_graphs(_from_local)
 _FROM_LOCAL = Traceable(lambda local, mesh, *rest: _from_local(local, real_object(mesh), *rest))
 
 
