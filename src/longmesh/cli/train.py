@@ -229,10 +229,13 @@ def _start(told: dict[str, Any], launch: Launch) -> int:
     return code
 
 
-def mark_of(out: Path) -> int | None:
-    """Another number for every checkpoint that is whole there; None if there is none."""
-    found: list[int] = []
+def mark_of(out: Path) -> object:
+    """Another value for every checkpoint that is whole there; None if there is none.
+
+    Its name, too: a clock's tick may be longer than the time between two of them.
+    """
+    found: list[tuple[int, str]] = []
     for path in out.glob("checkpoint/step-*/.metadata"):
         with suppress(OSError):  # another run may just remove it
-            found.append(path.stat().st_mtime_ns)
+            found.append((path.stat().st_mtime_ns, path.parent.name))
     return max(found, default=None)

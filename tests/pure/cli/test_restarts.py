@@ -1,5 +1,7 @@
 """When a run is started again, on how many ranks, and when it is given up."""
 
+import os
+
 from longmesh.cli.arguments import Launch, RankRange
 from longmesh.cli.restarts import Restarts
 from longmesh.cli.train import fit_mesh, mark_of
@@ -61,6 +63,7 @@ def test_only_whole_checkpoints_are_progress(tmp_path):
     def write(name):
         (tmp_path / "checkpoint" / name).mkdir(parents=True)
         (tmp_path / "checkpoint" / name / ".metadata").touch()
+        os.utime(tmp_path / "checkpoint" / name / ".metadata", (10, 10))  # all in one tick of a coarse clock
 
     write(".step-00000002.saving")  # left by a save that was killed just before its end
     (tmp_path / "checkpoint" / "step-00000001").mkdir()
