@@ -11,13 +11,20 @@ import torch._dynamo  # noqa: F401 - else every forked rank imports it by itself
 from hypothesis import settings
 
 from longmesh.testing import RankPool
+from support.bridges import FILES, HAS_BRIDGES, REASON
 
 POOL = pytest.StashKey[RankPool]()
 LARGE_POOL = pytest.StashKey[RankPool]()
 
+collect_ignore_glob = [] if HAS_BRIDGES else FILES
+
 # No deadline: the time of an example is that of its slowest rank on a shared machine.
 settings.register_profile("longmesh", deadline=None, print_blob=True)
 settings.load_profile("longmesh")
+
+
+def pytest_report_header() -> str | None:
+    return None if HAS_BRIDGES else f"without {', '.join(FILES)}: {REASON}"
 
 
 def pytest_configure() -> None:

@@ -4,6 +4,10 @@ import re
 import subprocess
 import sys
 
+from support.bridges import needs_bridges
+
+pytestmark = needs_bridges
+
 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "longmesh", "generate", *arguments]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from support.bridges import needs_bridges
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # Torch's own, and a module that has a page to itself.
@@ -34,6 +36,7 @@ def test_the_reference_has_every_public_name(module):
     assert set(importlib.import_module(module).__all__) - ELSEWHERE - documented == set()
 
 
+@needs_bridges
 def test_what_the_reference_names_exists():
     for page in (DOCS / "reference").glob("*.md"):
         for module, name in re.findall(r"^::: (longmesh[\w.]*)\.(\w+)$", page.read_text(), re.MULTILINE):

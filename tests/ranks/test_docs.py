@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from longmesh.testing import RankPool
+from support.bridges import of_code
 from support.folders import in_folder
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -47,7 +48,7 @@ def run_page(page: str, folder: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("page", with_blocks())
+@pytest.mark.parametrize("page", [of_code(page, (DOCS / page).read_text()) for page in with_blocks()])
 def test_page(pool, page, tmp_path):
     text = (DOCS / page).read_text()
     said = RANKS.search(text)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.accelerated import accelerated
+from support.bridges import of_code
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGES = EXAMPLES.parent / "docs" / "examples"
@@ -40,7 +41,9 @@ def run_script(name: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("name", sorted(SHOWS))
+@pytest.mark.parametrize(
+    "name", [of_code(name, (EXAMPLES / f"{name}.py").read_text()) for name in sorted(SHOWS)]
+)
 def test_example(pool, name):
     printed = pool.run(run_script, name, ranks=4, timeout=300.0)[0]
     for text in SHOWS[name]:

@@ -173,3 +173,23 @@ def by_cuda_ops(rows):
 @pytest.mark.parametrize(("rows", "ranks"), [(7, 3), (2, 3), (5, 1), (32, 2)])
 def test_cuda_ops_on_cut_tokens_run_the_engine(pool, rows, ranks):
     assert pool.run(by_cuda_ops, rows, ranks=ranks)[0] == ([], rows, (Replicate(),))
+
+
+def rows_before_heads():
+    """The result is in memory as the query is, and a view of it says so of the whole."""
+    mesh = cpu_mesh(2)
+    found = []
+    for turned in (False, True):
+        whole = torch.randn(4, 4, 3, 8)
+        whole = whole.transpose(1, 2).contiguous().transpose(1, 2) if turned else whole
+        expected = attend(whole, whole, whole).transpose(1, 2).contiguous().view(4, 3, 32)
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            x = distribute_tensor(whole, mesh, [placement])
+            x = x.transpose(1, 2).contiguous().transpose(1, 2) if turned else x
+            result = attend(x, x, x).transpose(1, 2).contiguous().view(4, 3, 32)
+            found.append(torch.allclose(result.full_tensor(), expected))
+    return found
+
+
+def test_rows_before_heads(pool):
+    assert pool.run(rows_before_heads, ranks=2) == [[True] * 6] * 2

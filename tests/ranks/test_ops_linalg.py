@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
-from longmesh import Shard, distribute_tensor
+from longmesh import Replicate, Shard, distribute_tensor
 from longmesh.testing import RankError
 from support.op_check import compare_op
 
@@ -95,6 +96,49 @@ def named_outputs():
 
 def test_several_out_tensors_are_written_where_they_lie(pool):
     assert pool.run(named_outputs, ranks=2) == [True, True]
+
+
+def gradient_of(fn):
+    def run(*tensors):
+        return torch.autograd.grad(fn(*tensors).square().sum(), tensors[0], create_graph=True)[0]
+
+    return run
+
+
+REORDERED = {
+    "det": (lambda x: linalg.det(x.mT), matrices),
+    "slogdet": (lambda x: linalg.slogdet(x.transpose(0, 2))[1], lambda: positive(3, 3, 3)),
+    "solve": (lambda x: linalg.solve(x.mT, x), matrices),
+    "det twice": (gradient_of(linalg.det), lambda: positive()[0]),
+    "svd": (lambda x: linalg.svd(x)[2].contiguous().view(-1).abs(), lambda: matrices(3, 3)),
+    "eig": (lambda x: linalg.eig(x)[1].contiguous().view(-1).abs(), lambda: matrices(3, 3)),
+}
+
+
+def in_memory_in_another_order():
+    """Factors are of the matrix or of its transpose, whichever is contiguous, and gradients read them by that."""
+    return [
+        f"{name}: {text}"
+        for name, (fn, make) in REORDERED.items()
+        for placement in (Shard(0), Shard(1), Replicate())
+        for text in compare_op(fn, [make()], (3,), [[placement]])
+    ]
+
+
+def test_in_memory_in_another_order(pool):
+    assert pool.run(in_memory_in_another_order, ranks=3) == [[]] * 3
+
+
+def nothing_and_half_asked_for():
+    """A rank without elements, in a backward that gives one of two gradients."""
+    torch.manual_seed(0)
+    image, grid = torch.randn(1, 1, 2, 2, 2), torch.rand(1, 1, 1, 1, 3)
+    sample = gradient_of(lambda grid, image: F.grid_sample(image, grid, align_corners=False))
+    return compare_op(sample, [grid, image], (2,), [[Shard(4)], [Shard(2)]])
+
+
+def test_nothing_and_half_asked_for(pool):
+    assert pool.run(nothing_and_half_asked_for, ranks=2, timeout=20.0) == [[]] * 2
 
 
 def one_complex_number_a_rank():

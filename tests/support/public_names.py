@@ -3,6 +3,8 @@
 import importlib
 import inspect
 
+from support.bridges import HAS_BRIDGES
+
 MODULES = [
     "longmesh",
     "longmesh.attention",
@@ -12,7 +14,7 @@ MODULES = [
     "longmesh.debug",
     "longmesh.errors",
     "longmesh.experimental",
-    "longmesh.hf",
+    *(["longmesh.hf"] if HAS_BRIDGES else []),
     "longmesh.interop",
     "longmesh.parallel",
     "longmesh.recurrent",

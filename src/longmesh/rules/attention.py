@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from longmesh.rules.pointwise import shard_of
+from longmesh.rules.pointwise import elementwise_meta, shard_of
 from longmesh.rules.rule import (
     AVG,
     AxisRule,
@@ -70,9 +70,9 @@ def backward_lines(call: OpCall) -> list[AxisRule]:
 
 
 def forward_meta(call: OpCall) -> tuple[OutMeta, ...]:
-    """The kernel writes rows before heads."""
-    batch, heads, rows, _ = call["query"].shape
-    return _rows_first(batch, heads, rows, call["value"].shape[3]), _rows_first(batch, heads, rows)
+    """The result is in memory as the query is; the rest, and gradients, rows before heads."""
+    query: Meta = call["query"]
+    return elementwise_meta(query.shape, (query,)), _rows_first(*query.shape[:3])
 
 
 def _rows_first(batch: int, heads: int, rows: int, *last: int) -> OutMeta:

@@ -77,8 +77,9 @@ def op_on_nothing(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
             return tensor if tensor.shape == shape else tensor.new_zeros(shape)
 
         result = call.func(*[fill(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
-        found: list[torch.Tensor] = [result] if isinstance(result, torch.Tensor) else list(result)
-        kept = [t[tuple(slice(n) for n in shape)] for t, shape in zip(found, view.output_shapes, strict=True)]
+        found: list[Any] = [result] if isinstance(result, torch.Tensor) else list(result)
+        wanted = iter(view.output_shapes)  # a backward gives None for what `output_mask` does not ask for
+        kept = [None if t is None else t[tuple(slice(n) for n in next(wanted))] for t in found]
         return kept[0] if isinstance(result, torch.Tensor) else tuple(kept)
 
     return run

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
 from longmesh.rules.batched import batch_lines, batched, op_on_nothing, pending_lines
 from longmesh.rules.pointwise import shard_lines
-from longmesh.rules.rule import AxisRule, OpCall, OutMeta, Rule, S, contiguous, line, no_lines
+from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, Rule, S, contiguous, line, no_lines
 from longmesh.spec import Shard
 
 
@@ -28,6 +33,22 @@ def cross_lines(call: OpCall) -> list[AxisRule]:
     dim = call["dim"] % len(call.outputs[0].shape)
     sharded = [entry for entry in shard_lines(call) if entry.outputs[0] != Shard(dim)]
     return [*sharded, *pending_lines(call, 0), *pending_lines(call, 1)]
+
+
+def in_memory_as_whole(call: OpCall, view: LocalView) -> Callable[..., Any]:
+    """The factors of a matrix that is contiguous are those of its transpose, and the gradient reads them by whether the
+    whole is: a part that was sent may be in memory in another order."""
+    whole = call.tensors[0]
+    is_contiguous = all(
+        n == 1 or a == b
+        for n, a, b in zip(whole.shape, whole.stride, contiguous(whole.shape).stride, strict=True)
+    )
+
+    def run(matrix: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        matrix = matrix.contiguous() if is_contiguous else matrix.mT.contiguous().mT
+        return call.func(matrix, *args, **kwargs)
+
+    return run
 
 
 def geqrf_meta(call: OpCall) -> tuple[OutMeta, ...]:
@@ -62,11 +83,11 @@ RULES: dict[str, Rule] = {
     "lu_unpack.default": Rule(batched((2, 1), (2, 2, 2))),
     "linalg_ldl_factor_ex.default": Rule(batched((2,), (2, 1, 0))),
     "linalg_ldl_solve.default": Rule(batched((2, 1, 2), (2,), linear=2)),
-    "_linalg_solve_ex.default": Rule(solve_lines),
+    "_linalg_solve_ex.default": Rule(solve_lines, local_op=in_memory_as_whole),
     "linalg_solve_triangular.default": Rule(batched((2, 2), (2,), linear=1)),
     "triangular_solve.default": Rule(batched((2, 2), (2, 2))),
-    "_linalg_det.default": Rule(batched((2,), (0, 2, 1))),
-    "_linalg_slogdet.default": Rule(batched((2,), (0, 0, 2, 1))),
+    "_linalg_det.default": Rule(batched((2,), (0, 2, 1)), local_op=in_memory_as_whole),
+    "_linalg_slogdet.default": Rule(batched((2,), (0, 0, 2, 1)), local_op=in_memory_as_whole),
     "linalg_cross.default": Rule(cross_lines),
     "_pdist_forward.default": Rule(no_lines),
     "_pdist_backward.default": Rule(no_lines),

@@ -55,7 +55,7 @@ class Recipe(NamedTuple):
         """The plan of a call with other sizes; None where an in-place op can't write there."""
         rule, model, choice = self.rule, self.model, self.choice
         call, _ = describe_call(self.facts.functional or self.func, rule, args, kwargs)
-        outputs = _outputs(lead, choice, call.outputs)
+        outputs = _outputs(lead, choice, call.outputs, model.is_view)
         if rule.local_args is None and rule.local_op is None and model.written is None:
             single = None if model.single is None else outputs[0]
             kept = (model.plain, None, False, model.is_view, model.is_copy)
@@ -215,7 +215,8 @@ def _by_rule(
     form = local_form(func, facts, rule, call, choice, lead.comm)
     if form is None:
         return None
-    outputs = _outputs(lead, choice, call.outputs)
+    is_view = facts.functional is None and facts.is_view
+    outputs = _outputs(lead, choice, call.outputs, is_view)
     steps: list[Step] = []
     slots = list(range(len(layouts)))
     for number, (have, want) in enumerate(zip(layouts, choice.inputs, strict=True)):
@@ -237,14 +238,16 @@ def _by_rule(
         single=outputs[0] if len(outputs) == 1 and facts.returns_one_tensor else None,
         plain=form.call if stays and form.static is None and not has_lookup else None,
         written=0 if facts.functional is not None else None,
-        is_view=facts.functional is None and facts.is_view,
+        is_view=is_view,
         is_copy=facts.is_copied_view or not stays or pends_more(choice.inputs, choice.outputs),
     )
 
 
-def _outputs(lead: TensorLayout, choice: Choice, metas: tuple[Any, ...]) -> tuple[Output, ...]:
+def _outputs(lead: TensorLayout, choice: Choice, metas: tuple[Any, ...], is_view: bool) -> tuple[Output, ...]:
     pairs = zip(choice.outputs, metas, strict=True)
-    return tuple([Output(lead.mesh, layout, meta.shape, meta.stride) for layout, meta in pairs])
+    return tuple(
+        [Output(lead.mesh, layout, meta.shape, meta.stride, is_alias=is_view) for layout, meta in pairs]
+    )
 
 
 def dtensors_of(args: Any, kwargs: Any) -> list[Any]:

@@ -55,6 +55,17 @@ def global_stride(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
     return contiguous_stride(shape) if is_usual else stride_like(shape, stride)
 
 
+def in_order_of(stride: Sequence[int], local: torch.Tensor) -> torch.Tensor:
+    """`local`, or a copy whose dims are in memory in the order of `stride`, the whole's: whether the whole can be seen
+    in another shape is decided by that alone, and then its parts must be, too."""
+    order = sorted(range(len(stride)), key=lambda d: (-stride[d], d))
+    found = local.stride()
+    if all(found[a] >= found[b] for a, b in itertools.pairwise([d for d in order if local.shape[d] > 1])):
+        return local
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return local.permute(order).contiguous().permute(back)
+
+
 def check_averages(layout: Layout, dtype: torch.dtype) -> None:
     """A pending average needs numbers that can be divided."""
     if Partial("avg") in layout.placements and not (dtype.is_floating_point or dtype.is_complex):

@@ -21,7 +21,7 @@ from longmesh.rules.lookup import Masked
 from longmesh.spec import Layout
 from longmesh.tensor.dtensor import DTensor, wrap as wrap_tensor
 from longmesh.tensor.mask_buffer import PendingLookup
-from longmesh.tensor.meta import global_stride
+from longmesh.tensor.meta import global_stride, in_order_of
 from longmesh.tensor.steps import Frame, Slot, Step
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.tree import all_tensors, map_tensors
@@ -230,7 +230,9 @@ def wrap(local: Any, output: Output) -> DTensor:
     stride = global_stride(shape, local) if output.stride is None else output.stride
     known = tensor_layout(output.mesh, output.layout, shape, stride, local.dtype)
     if output.stride is not None and not known.has_lookup:
-        output.known = known
+        given, is_free = local, not (output.is_alias or known.is_symbolic or local.is_sparse)
+        local = in_order_of(output.stride, given) if is_free else given
+        output.known = known if local is given else None
     result = wrap_tensor(local, known)
     if mask is not None:
         result._lookup = PendingLookup.of_mask(mask)

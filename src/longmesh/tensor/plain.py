@@ -166,8 +166,8 @@ def _is_mask(func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwar
 
 # References to an operand that dispatching makes until `_is_mask`, and a mode that passes it on: of one that torch made
 # inside an op, from is_causal or a bool mask, there are no others. An operand of a caller, if only in an expression,
-# has two more.
-_HELD_BY_US, _HELD_BY_MODE = 11, 3
+# has two more. Before Python 3.11 a call of a Python function holds its arguments, too.
+_HELD_BY_US, _HELD_BY_MODE = (11, 3) if sys.version_info >= (3, 11) else (14, 5)
 
 
 def _num_modes() -> int:

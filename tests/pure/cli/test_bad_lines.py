@@ -9,6 +9,7 @@ import pytest
 from longmesh.cli import run
 from longmesh.cli.arguments import Launch
 from longmesh.cli.main import main, make_parser
+from support.bridges import needs_bridges
 
 # For options that are swept: what is right. Everything else is refused.
 HUGE = str(10**30)
@@ -106,7 +107,11 @@ def arguments_for(command: str, option: str, value: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [(command, name) for command in ("run", "train", "generate", "doctor") for name in options_of(command)],
+    [
+        pytest.param(command, name, marks=[needs_bridges] if command == "generate" else [])
+        for command in ("run", "train", "generate", "doctor")
+        for name in options_of(command)
+    ],
 )
 def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
