@@ -165,7 +165,7 @@ def _write_item(file: IO[bytes], name: str, item: WriteItem, data: Any) -> Write
                 raise checked.error from None
             raise
     else:
-        checked.write(data.getbuffer())
+        checked.write(data.getvalue())  # of getbuffer() in a failed write, Python 3.12.1's collector ends the process
     length = file.tell() - start
     return WriteResult(item.index, length, (StorageInfo(name, start, length), checked.checksum))
 
