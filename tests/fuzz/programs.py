@@ -19,9 +19,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
+from fuzz import modules
 from fuzz.more_statements import MORE
+from fuzz.rare_statements import RARE
 from longmesh import DTensor, Partial, Replicate, Shard, distribute_tensor
 from longmesh.checkpoint import load, save
+from longmesh.experimental import local_map
 from longmesh.testing import cpu_mesh
 
 MESHES = ((2,), (3,), (4,), (2, 2))
@@ -47,6 +50,20 @@ def normal(seed, shape):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+class Cube(torch.autograd.Function):
+    """A function of the user's own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x * x
+
+
 class Plain:
     """What the names of a program mean on plain tensors."""
 
@@ -54,7 +71,8 @@ class Plain:
         return {
             "torch": torch, "F": F, "copy": copy, "normal": normal, "put": self.put, "leaf": self.leaf,
             "move": self.move, "saved": self.saved, "compiled": self.compiled, "load_into": self.load_into,
-            "pickled": self.pickled,
+            "pickled": self.pickled, "same": self.same, "through_local": self.through_local, "Cube": Cube,
+            "through_full": self.through_full, "through_map": self.through_map, "run_module": self.run_module,
         }  # fmt: skip
 
     def put(self, whole, layout):
@@ -81,6 +99,21 @@ class Plain:
 
     def compiled(self, fn, *args):
         return fn(*args)
+
+    def same(self, x):
+        return x
+
+    def through_local(self, x):
+        return x * 1
+
+    def through_full(self, x, layout):
+        return x * 1
+
+    def through_map(self, fn, x):
+        return fn(x)
+
+    def run_module(self, kind, seed, x):
+        return modules.run(kind, modules.make(kind, seed, x.shape[-1]), x)
 
     def whole(self, x):
         return x.detach()
@@ -122,6 +155,28 @@ class Sharded(Plain):
     def compiled(self, fn, *args):
         torch._dynamo.reset()
         return torch.compile(fn, backend="aot_eager")(*args)
+
+    def same(self, x):
+        return distribute_tensor(x, self.mesh)
+
+    def reduced(self, x):
+        return x.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in x.placements])
+
+    def through_local(self, x):
+        x = self.reduced(x)
+        return DTensor.from_local(x.to_local(), self.mesh, x.placements, shape=x.shape, stride=x.stride()) * 1
+
+    def through_full(self, x, layout):
+        whole = DTensor.from_local(x.full_tensor(), self.mesh, [Replicate()] * self.mesh.ndim)
+        return whole.redistribute(placements=self.placements(layout)) * 1
+
+    def through_map(self, fn, x):
+        x = self.reduced(x)
+        return local_map(fn, list(x.placements), (list(x.placements),), device_mesh=self.mesh)(x)
+
+    def run_module(self, kind, seed, x):
+        module = modules.make(kind, seed, x.shape[-1])
+        return modules.run(kind, modules.distribute(kind, seed, module, self.mesh), x)
 
     def whole(self, x):
         return x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
@@ -381,8 +436,8 @@ class _Overflow(Exception):
 
 
 def write_program(seed, wide=False):
-    """The program of a seed: the same in every process. `wide`: of the statements of more_statements.py, too."""
-    kinds = (*KINDS, *MORE) if wide else KINDS
+    """The program of a seed: the same in every process. `wide`: of more_statements.py and rare_statements.py, too."""
+    kinds = (*KINDS, *MORE, *RARE) if wide else KINDS
     for attempt in range(100):
         writer = _Writer(f"{seed}.{attempt}", kinds)
         try:

@@ -11,16 +11,41 @@ SEEDS = range(18)
 PARTS = 3
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's, on what the statements use
 @pytest.mark.parametrize("part", range(PARTS))
 def test_programs_do_on_ranks_what_they_do_on_plain_tensors(pool, part):
     kinds = []
     for seed in SEEDS[part::PARTS]:
-        program = write_program(seed)
+        program = write_program(seed, wide=part > 0)
         assert 5 <= len(program.statements) <= 25
         outcome = judge(program, pool)
         assert not outcome.is_failure, f"{outcome}\n{program}"
         kinds.append(outcome.kind)
     assert kinds.count("right") >= len(kinds) - 1
+
+
+# Found by longer runs.
+WRONG_ONCE = {
+    "a shape changed in place, compiled": (
+        "t0 = leaf(normal(642, (3, 4)), 'S0')",
+        "t1 = t0 - t0",
+        "t2 = through_full(t1, 'S1') * t1",
+        "t2.unsqueeze_(0)",
+        "t3 = compiled(lambda x, y: torch.where(x > 0, x, y), t2, t1[-1])",
+    ),
+    "a copy on the same memory": (
+        "t0 = put(normal(720, (2, 3, 4)), 'S2')",
+        "t1 = t0.unfold(-1, 1, 1)",
+        "t2 = copy.copy(t0.detach())",
+        "t2[1] *= 0",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, on a gradient that is not kept
+@pytest.mark.parametrize("statements", WRONG_ONCE.values(), ids=WRONG_ONCE)
+def test_wrong_once(pool, statements):
+    assert judge(Program(0, (2,), statements, each=True), pool) == Outcome("right")
 
 
 def test_a_seed_is_a_program():

@@ -112,6 +112,13 @@ def detached(x, y):
     return x, h, d, data, h.data + d
 
 
+def copied(x, y):
+    view, alias = x[:, 1:], copy.copy(x)
+    alias[1].mul_(3)
+    copy.copy(alias)[:, 1].add_(1)
+    return x, view, alias
+
+
 def same_layout(x, y):
     again = x.redistribute(placements=x.placements) if isinstance(x, DTensor) else x
     h = x[:2]
@@ -148,8 +155,8 @@ def made_contiguous(x, y):
 
 PROGRAMS = [
     add_to_a_row, row_read_after_a_write, write_through_several_views, write_to_the_base_first, read_after_the_base,
-    view_of_a_view, two_views, pieces, flattened, foreach, other_views, shapes_changed_in_place, detached, same_layout,
-    copies, made_contiguous,
+    view_of_a_view, two_views, pieces, flattened, foreach, other_views, shapes_changed_in_place, detached, copied,
+    same_layout, copies, made_contiguous,
 ]  # fmt: skip
 
 

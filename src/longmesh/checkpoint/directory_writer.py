@@ -165,7 +165,8 @@ def _write_item(file: IO[bytes], name: str, item: WriteItem, data: Any) -> Write
                 raise checked.error from None
             raise
     else:
-        checked.write(data.getvalue())  # of getbuffer() in a failed write, Python 3.12.1's collector ends the process
+        # Not getbuffer(): left by a failed write, it ends the process in Python 3.12.1's garbage collection.
+        checked.write(data.getvalue())
     length = file.tell() - start
     return WriteResult(item.index, length, (StorageInfo(name, start, length), checked.checksum))
 

@@ -14,6 +14,14 @@ from longmesh.tensor.autograd import check_current, current_part
 from longmesh.tensor.dtensor import DTensor
 
 
+def alias_of(tensor: DTensor) -> DTensor:
+    """`copy.copy`: another tensor on the same memory. Writes to one count as writes to the other."""
+    alias = tensor.detach().requires_grad_(tensor.requires_grad)
+    result = nn.Parameter(alias, alias.requires_grad) if isinstance(tensor, nn.Parameter) else alias
+    vars(result).update({name: value for name, value in vars(tensor).items() if name not in vars(result)})
+    return result  # pyright: ignore[reportReturnType]
+
+
 def copy_of(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
     """`copy.deepcopy` of a leaf, its gradient with it."""
     if id(tensor) in memo:

@@ -154,7 +154,7 @@ class DTensor(torch.Tensor):
             value = autograd.copy_of_view(value)
         value._apply_lookup_mask()
         torch.Tensor.data.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
-        self._local_tensor, self._tensor_layout = value._local_tensor, value._tensor_layout
+        self._take(value)
         self._origin = self._lookup = self._reduced = None
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -262,6 +262,15 @@ class DTensor(torch.Tensor):
         return format(self._local_tensor.item(), spec)
 
     # -- copied, saved, compiled -----------------------------------------------------------------
+
+    def _take(self, value: DTensor) -> None:
+        """The part and the layout of `value`, and the class that such a layout asks for."""
+        self._local_tensor, self._tensor_layout = value._local_tensor, value._tensor_layout
+        if value._tensor_layout.tensor_class is Factor:
+            self.__class__ = Factor  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __copy__(self) -> DTensor:
+        return copying.alias_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         return copying.copy_of(self, memo)

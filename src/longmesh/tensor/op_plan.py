@@ -179,7 +179,7 @@ def replace_target(
         )
     with no_dispatch():
         func(*args, **kwargs)  # the wrapper's own sizes and strides
-    target._local_tensor, target._tensor_layout = result._local_tensor, result._tensor_layout
+    target._take(result)
     return target
 
 
