@@ -117,6 +117,37 @@ def test_train(pool, optimizer, styled):
         assert (0,) not in parts and error < 1e-5
 
 
+def on_two_meshes():
+    """A parameter on part of the ranks beside one on all: steps need nothing of each other, a common norm does."""
+    torch.manual_seed(0)
+    wholes = [torch.randn(5, 2), torch.randn(4, 3)]
+    meshes = [sub_mesh(), cpu_mesh(3)]
+    differences, texts = [], []
+    for optimizer in (torch.optim.SGD, torch.optim.AdamW):
+        plain = [nn.Parameter(w.clone()) for w in wholes]
+        parts = [
+            nn.Parameter(distribute_tensor(w, m, [Shard(0)])) for w, m in zip(wholes, meshes, strict=True)
+        ]
+        for parameters in (plain, parts):
+            for p in parameters:
+                p.square().sum().backward()
+            optimizer(parameters, lr=0.1, foreach=True).step()
+        for p, q in zip(plain, parts, strict=True):
+            found = q.full_tensor()
+            differences.append((found - p).abs().max().item() if found.numel() else 0.0)
+        try:
+            torch.nn.utils.clip_grad_norm_(parts, 0.5)
+        except LongmeshError as error:
+            texts.append(str(error))
+    return differences, texts
+
+
+def test_on_two_meshes(pool):
+    for differences, texts in pool.run(on_two_meshes, ranks=3):
+        assert max(differences) < 1e-6
+        assert ["one op on tensors of two meshes" in text for text in texts] == [True, True]
+
+
 def by_functions(seed):
     """Per function: placements, shape and dtype of its result and of its input's gradient, and the sizes of parts."""
     mesh = sub_mesh()

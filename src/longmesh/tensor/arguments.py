@@ -8,6 +8,7 @@ from typing import NoReturn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import entered_meshes
+from longmesh._torch.process_groups import root_of
 from longmesh.errors import LongmeshError
 from longmesh.spec import Placement, Shard
 
@@ -30,6 +31,13 @@ def refuse_meshes(first: DeviceMesh, second: DeviceMesh) -> NoReturn:
         f"one op on tensors of two meshes: {first} and {second}; put them on one mesh first (full_tensor(), then "
         "distribute_tensor())"
     )
+
+
+def check_scalar_mesh(mesh: DeviceMesh, other: DeviceMesh) -> None:
+    """A scalar of the mesh `other` in an op on `mesh`: each of its ranks must have it, or that of its own slice where
+    `other` is one. The same on every rank."""
+    if not set(mesh.mesh.flatten().tolist()) <= set(root_of(other).mesh.flatten().tolist()):
+        refuse_meshes(mesh, other)
 
 
 def normalize_placements(placements: Sequence[Placement], ndim: int, caller: str) -> tuple[Placement, ...]:

@@ -147,7 +147,8 @@ class _Outside(torch.autograd.Function):
 
 def is_split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an op on lists has members whose mesh this rank is in and members whose mesh it is not in."""
-    tensors = [t for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)]
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+    tensors = [t for t in all_tensors(lists) if isinstance(t, DTensor)]
     return len({t._tensor_layout.comm.is_member for t in tensors}) == 2
 
 

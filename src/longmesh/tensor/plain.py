@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from longmesh._torch import OpOverload, engine_code, in_backward, schema_of, takes_no_memory
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
-from longmesh.tensor.arguments import refuse_meshes
+from longmesh.tensor.arguments import check_scalar_mesh, refuse_meshes
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_facts import out_names
@@ -105,6 +105,7 @@ def replicate_plain(
                 return tensor
             if tensor.ndim:
                 refuse_meshes(mesh, tensor._mesh)
+            check_scalar_mesh(mesh, tensor._mesh)
             tensor = value_of(tensor)
         is_equal = id(tensor) in written or _is_equal_everywhere(tensor)
         if not is_equal and not _is_mask(func, tensor, args, kwargs) and not _lengths.are(args, tensor):

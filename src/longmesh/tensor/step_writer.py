@@ -21,7 +21,7 @@ from longmesh.comm.halo import Rows
 from longmesh.comm.intervals import Interval, Pieces
 from longmesh.spec import Coordinate, Layout, MaskPartial, Partial
 from longmesh.spec.strides import contiguous_stride
-from longmesh.tensor.arguments import refuse_meshes
+from longmesh.tensor.arguments import check_scalar_mesh, refuse_meshes
 from longmesh.tensor.autograd import apply_lookup_mask, gradient_layout
 from longmesh.tensor.mask_buffer import without_mask
 from longmesh.tensor.op_plan import Whole
@@ -97,6 +97,7 @@ class StepWriter:
         if own.comm is not self.comm and own.mesh != self.comm.mesh:
             if own.shape:
                 refuse_meshes(self.comm.mesh, own.mesh)
+            check_scalar_mesh(self.comm.mesh, own.mesh)
             moved = self.replicated(x)
             whole = Layout.replicated(self.comm.shape)
             x = self.planned(moved.slot, tensor_layout(self.comm.mesh, whole, (), (), own.dtype))

@@ -17,6 +17,7 @@ from longmesh._torch import OpOverload, aten
 from longmesh.rules.pointwise import elementwise_meta
 from longmesh.rules.rule import Meta
 from longmesh.spec import Layout, MaskPartial, Partial
+from longmesh.tensor.arguments import check_scalar_mesh
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.op_facts import quick_call
 from longmesh.tensor.op_plan import OpPlan, Output
@@ -61,9 +62,14 @@ def _are_alike(lead: Planned, others: Sequence[Planned], is_linear: bool) -> boo
     )
 
 
-def scalar_of(p: Planner, value: Any) -> Any:
-    """A tensor that holds for all members (a learning rate, a clipping factor): reduced and whole, on any mesh."""
-    return p.replicated(value) if isinstance(value, Planned) and not value.is_plain else value
+def scalar_of(p: Planner, value: Any, members: Sequence[Planned]) -> Any:
+    """A tensor that holds for all members (a learning rate, a clipping factor): reduced and whole, on any mesh that has
+    the ranks of theirs."""
+    if not isinstance(value, Planned) or value.is_plain:
+        return value
+    for mesh in {id(t._mesh): t._mesh for t in members if not t.is_plain}.values():
+        check_scalar_mesh(mesh, value._mesh)
+    return p.replicated(value)
 
 
 def _is_tensor_list(value: Any) -> bool:
@@ -85,8 +91,8 @@ def foreach(name: str, overload: str, *, writes: bool) -> Family:
         results: list[Any] = [None] * len(leads)
         together = [i for i, ok in enumerate(alike) if ok]
         if together:
-            chosen = [_choose(p, a, together) for a in args]
-            options = {k: scalar_of(p, v) for k, v in kwargs.items()}
+            chosen = [_choose(p, a, together, leads) for a in args]
+            options = {k: scalar_of(p, v, leads) for k, v in kwargs.items()}
             if writes:
                 p.local(func, *chosen, **options)
             else:
@@ -96,7 +102,7 @@ def foreach(name: str, overload: str, *, writes: bool) -> Family:
         for i, ok in enumerate(alike):
             if ok:
                 continue
-            values = [a[i] if isinstance(a, (list, tuple)) else scalar_of(p, a) for a in args]
+            values = [a[i] if isinstance(a, (list, tuple)) else scalar_of(p, a, leads) for a in args]
             if any(t.is_plain for t in (leads[i], *others[i]) if t.ndim):
                 refuse_mix(func, (leads[i], *others[i]))
             with p.on_mesh_of(leads[i]):
@@ -129,13 +135,13 @@ def _plan_together(func: OpOverload, lists: list[Any], writes: bool) -> OpPlan:
     return OpPlan((step,), tuple(outputs), num_slots=count + 1, plain=call)
 
 
-def _choose(p: Planner, value: Any, indices: list[int]) -> Any:
+def _choose(p: Planner, value: Any, indices: list[int], members: Sequence[Planned]) -> Any:
     """An argument for some of the members: lists, and the 1-d tensor of one number each that addcmul takes."""
     if isinstance(value, (list, tuple)):
         return [value[i] for i in indices]
     if isinstance(value, torch.Tensor) and value.ndim:
-        return p.local(lambda numbers: numbers[indices], scalar_of(p, value))
-    return scalar_of(p, value)
+        return p.local(lambda numbers: numbers[indices], scalar_of(p, value, members))
+    return scalar_of(p, value, members)
 
 
 def single_op(name: str, overload: str) -> Callable[[int, list[Any], dict[str, Any]], Any]:

@@ -26,14 +26,14 @@ def fused_step(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict
 
     def part(tensor: Planned, param: Planned) -> Planned:
         if tensor.is_plain or param.is_plain or tensor.shape != param.shape:
-            return scalar_of(p, tensor)
+            return scalar_of(p, tensor, [param])
         there = p.redistribute(tensor, gradient_layout(param._layout))
         if there is not tensor:
             moved.append((tensor, there))
         return there
 
     lists = [[part(t, q) for t, q in zip(tensors, params, strict=False)] for tensors in args]
-    p.local(func, *lists, **{name: scalar_of(p, value) for name, value in kwargs.items()})
+    p.local(func, *lists, **{name: scalar_of(p, value, params) for name, value in kwargs.items()})
     for tensor, there in moved:
         p.write(tensor, there)
 
@@ -44,7 +44,7 @@ def unscale(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     A pending gradient is checked as what it adds up to.
     """
     grads, found_inf, inv_scale = args
-    found, factor = scalar_of(p, found_inf), scalar_of(p, inv_scale)
+    found, factor = scalar_of(p, found_inf, grads), scalar_of(p, inv_scale, grads)
     parts: list[Any] = []
     for grad in grads:
         if not grad.is_plain and grad._layout.partial_axes:
