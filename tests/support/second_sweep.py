@@ -44,7 +44,7 @@ def sweep_twice(name, max_samples, mesh_shape):
                     )
                 except Exception:  # not differentiable twice in these arguments
                     continue
-                if all(bool(t.isfinite().all()) for t in expected):
+                if all(bool((t.abs() < 1e12).all()) for t in expected):  # near a pole rounding grows
                     texts.append(_check(op, packed, expected, mesh, rng, turns))
     return texts
 
