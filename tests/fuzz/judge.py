@@ -1,7 +1,8 @@
 """Run a program on ranks beside the same on plain tensors, and say how it went.
 
-Outcomes: right; refused (every rank raised a LongmeshError); wrong; crash (every rank raised something else, or a
-process ended); alone (some ranks raised and others did not); hang. All but the first two are failures.
+Outcomes: right; refused (every rank raised a LongmeshError, or autograd's of a write that it counts); wrong; crash
+(every rank raised something else, or a process ended); alone (some ranks raised and others did not); hang. All but the
+first two are failures.
 """
 
 import math
@@ -18,6 +19,8 @@ from longmesh.errors import LongmeshError
 from longmesh.testing import RankError
 
 TIMEOUT = 40.0
+# What autograd says of a write to a tensor that it needs. Writes to a DTensor's `data` count, to a plain one's don't.
+COUNTED = "has been modified by an inplace operation"
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def _outcome(program):
             exec(statement, ours)
         except Exception as error:
             refusal = getattr(error, "inner_exception", error)  # a compiler wraps what it meets
-            if isinstance(refusal, LongmeshError):
+            if isinstance(refusal, LongmeshError) or COUNTED in str(error):
                 return Outcome("refused", where, f"{refusal}")
             return Outcome("crash", where, f"{type(error).__name__}: {str(error)[:600]}")
         if program.each or where == len(program.statements) - 1:

@@ -33,6 +33,11 @@ WRONG_ONCE = {
         "t2.unsqueeze_(0)",
         "t3 = compiled(lambda x, y: torch.where(x > 0, x, y), t2, t1[-1])",
     ),
+    "a copy of an expanded tensor": (
+        "t0 = put(normal(655, (3,)), 'S0')",
+        "t1 = copy.deepcopy(t0.expand(2, 3).t())",
+        "t1[:, ::2] = 0.5",
+    ),
     "a copy on the same memory": (
         "t0 = put(normal(720, (2, 3, 4)), 'S2')",
         "t1 = t0.unfold(-1, 1, 1)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ def copy_of(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
         return memo[id(tensor)]
     if not tensor.is_leaf:
         raise RuntimeError("deepcopy of a DTensor that is not a leaf: detach() it first, as for any tensor")
-    local = current_part(tensor).detach().clone()
+    local = current_part(tensor).detach()
+    # One place in memory for several elements stays one, as in a copy of a plain tensor.
+    local = copy.deepcopy(local) if tensor._tensor_layout.is_expanded else local.clone()
     result = rebuild(local, *_described(tensor))
     vars(result).update(vars(tensor), _origin=None)
     result.__class__ = tensor.__class__
