@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from longmesh.rules.batched import batch_lines, batched, op_on_nothing, pending_lines
-from longmesh.rules.pointwise import shard_lines
+from longmesh.rules.pointwise import is_contiguous, shard_lines
 from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, Rule, S, contiguous, line, no_lines
 from longmesh.spec import Shard
 
@@ -39,13 +39,10 @@ def in_memory_as_whole(call: OpCall, view: LocalView) -> Callable[..., Any]:
     """The factors of a matrix that is contiguous are those of its transpose, and the gradient reads them by whether the
     whole is: a part that was sent may be in memory in another order."""
     whole = call.tensors[0]
-    is_contiguous = all(
-        n == 1 or a == b
-        for n, a, b in zip(whole.shape, whole.stride, contiguous(whole.shape).stride, strict=True)
-    )
+    by_rows = is_contiguous(whole, contiguous(whole.shape))
 
     def run(matrix: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        matrix = matrix.contiguous() if is_contiguous else matrix.mT.contiguous().mT
+        matrix = matrix.contiguous() if by_rows else matrix.mT.contiguous().mT
         return call.func(matrix, *args, **kwargs)
 
     return run

@@ -272,7 +272,7 @@ def elementwise_meta(shape: tuple[int, ...], metas: Sequence[Meta]) -> OutMeta:
     dense = contiguous(shape)
     if metas and metas[0].shape == shape and metas[0].stride == dense.stride:
         return dense
-    if all(meta.shape == shape and _is_contiguous(meta, dense) for meta in metas):
+    if all(meta.shape == shape and is_contiguous(meta, dense) for meta in metas):
         return dense
     ndim = len(shape)
     strides: list[list[int]] = []
@@ -296,7 +296,7 @@ def elementwise_meta(shape: tuple[int, ...], metas: Sequence[Meta]) -> OutMeta:
     return OutMeta(shape, dense_stride(shape, order[::-1]))
 
 
-def _is_contiguous(meta: Meta, dense: OutMeta) -> bool:
+def is_contiguous(meta: Meta, dense: OutMeta) -> bool:
     """Dense in order; the stride of a dim of size 1 is never used."""
     return all(
         size == 1 or have == want
