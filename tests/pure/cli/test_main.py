@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import longmesh
 from longmesh.cli.main import main, make_parser
 
 SCRIPT = __file__
@@ -72,9 +73,8 @@ def test_the_version_is_the_one_in_pyproject(capsys: pytest.CaptureFixture[str])
     pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
-    assert [f"longmesh {v}\n" for v in re.findall(r'^version = "(.*)"$', pyproject, re.M)] == [
-        capsys.readouterr().out
-    ]
+    assert re.findall(r'^version = "(.*)"$', pyproject, re.M) == [longmesh.__version__]
+    assert capsys.readouterr().out == f"longmesh {longmesh.__version__}\n"
 
 
 def test_what_follows_the_script_belongs_to_the_script() -> None:
