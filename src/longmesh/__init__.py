@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         distribute_module,
         distribute_tensor,
         empty,
-        flex_attention,
         full,
         get_rng_state,
         manual_seed,
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
         set_rng_state,
         zeros,
     )
+    from longmesh.tensor.flex import flex_attention
     from longmesh.tiles import tiled, tiled_cross_entropy, token_logprobs
 
 __all__ = [
@@ -97,8 +97,9 @@ _HOMES = {
     "longmesh.plan": "Cluster Level Link Rate RedistributePlan named_cluster plan_redistribute",
     "longmesh.spec": "DTensorSpec Layout MaskPartial MeshShape Partial Placement Replicate Shard ShardOrderEntry"
     " TensorMeta",
-    "longmesh.tensor": "DTensor capture distribute_module distribute_tensor empty flex_attention full get_rng_state"
+    "longmesh.tensor": "DTensor capture distribute_module distribute_tensor empty full get_rng_state"
     " manual_seed ones rand randn set_rng_state zeros",
+    "longmesh.tensor.flex": "flex_attention",
     "longmesh.tiles": "tiled tiled_cross_entropy token_logprobs",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -76,3 +76,12 @@ from longmesh import distribute_tensor
 print(before, registered())
 """
     assert run(program) == "(False, False, False, False) (True, True, True, True)"
+
+
+def test_tensors_come_without_the_attention_engine():
+    program = """
+import sys
+from longmesh import DTensor, distribute_tensor
+print([name for name in ('attention', 'parallel', 'tiles', 'debug') if f'longmesh.{name}' in sys.modules])
+"""
+    assert run(program) == "[]"

@@ -10,7 +10,7 @@ from longmesh import DTensor, Partial, Replicate, Shard, distribute_module, dist
 from longmesh.errors import LongmeshError
 from longmesh.experimental import local_map
 from longmesh.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
-from longmesh.tensor import flex_attention
+from longmesh.tensor.flex import flex_attention
 from longmesh.testing import cpu_mesh
 
 INSIDE = [1, 2]  # of 3 ranks

@@ -8,7 +8,6 @@ from longmesh.tensor.capture import capture
 from longmesh.tensor.dispatch import dispatch as dispatcher
 from longmesh.tensor.distribute import distribute_module, distribute_tensor
 from longmesh.tensor.factory import empty, full, ones, rand, randn, zeros
-from longmesh.tensor.flex import flex_attention
 from longmesh.tensor.functions import take_weight
 from longmesh.tensor.initial_state import watch_recurrent
 from longmesh.tensor.ops import FAMILIES, MIXED, NOTES
@@ -30,7 +29,6 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
-    "flex_attention",
     "full",
     "get_rng_state",
     "manual_seed",

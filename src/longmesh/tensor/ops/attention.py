@@ -1,130 +1,36 @@
-"""Attention on DTensors whose tokens are sharded: the engine moves keys, and no rank holds them all.
+"""Attention on DTensors: whether the engine runs a call, or the op's rule.
 
     q, k, v   (batch, heads, tokens, head dim), all sharded alike: tokens by some axes, batch or heads by others
 
-Each rank attends with its own heads and batch rows, over the axes that shard tokens. What the engine's plan does not
-cover (a mask tensor, dropout, keys in another layout than queries) runs by the op's rule. CUDA's ops have further
-outputs, of which only their own backwards make use.
+What the engine's plan does not cover (a mask tensor, dropout, keys in another layout than queries) runs by the rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from longmesh._torch import OpOverload, aten
-from longmesh.attention import masks, plan_attention
-from longmesh.attention.execute.driver import Task
-from longmesh.attention.execute.function import Call, backward_rows, forward_rows
-from longmesh.attention.execute.route import Move, Route
-from longmesh.attention.kernel.base import Gradients, Score
-from longmesh.attention.kernel.choose import choose, need_of
-from longmesh.attention.kernel.merge import accumulate_dtype
-from longmesh.attention.layout.base import collect
-from longmesh.attention.layout.given import Given
-from longmesh.comm.groups import AxisGroup
-from longmesh.spec import Layout
 from longmesh.tensor.make_plan import Family
 from longmesh.tensor.op_facts import bind
 from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import USUAL, Planner
 
-_TOKENS = 2
+TOKENS = 2
 
 
-def forward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def attend(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(func, args, kwargs)
     if p.is_traced or not _is_ours(given):
         return USUAL
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    shape = (*query.shape[:3], value.shape[3])
-    if not _group_has_tokens(query):
-        out = p.local(torch.empty_like, query)
-        lse = p.local(torch.Tensor.new_empty, query, query.local_shape[:3], dtype=torch.float32)
-    else:
-        route, group = _route_of(given)
+    from longmesh.tensor.ops import cut_attention  # not before a call needs it: it imports the engine
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, Any]:
-            out, saved = forward_rows(_call(given, route, group, q, v), q, k, v, None)
-            return out, saved[4]
-
-        sent = _sent(route.keys, group) * _row(key, value) * key.dtype.itemsize
-        out, lse = p.attend(2, attend, query, key, value, group=group, sent_bytes=sent)
-    return (
-        p.wrap(out, query, shape=shape),
-        p.wrap(lse, query, shape=shape[:3], dtype=accumulate_dtype(query.dtype)),
-        *_further_outputs(p, func, query),
-    )
+    plan = cut_attention.backward if "out" in given else cut_attention.forward
+    return plan(p, func, given)
 
 
-def _further_outputs(p: Planner, func: OpOverload, query: Planned) -> tuple[Any, ...]:
-    """What a CUDA op returns beside output and log-sum-exp: lengths of packed sequences, which there are none of, the
-    numbers of queries and keys, the state of a generator that was not used."""
-    whole = Layout.replicated(query._layout.mesh)
-
-    def unused(dtype: torch.dtype, *shape: int) -> Planned:
-        local = p.local(torch.Tensor.new_zeros, query, shape, dtype=dtype)
-        return p.wrap(local, query, layout=whole, shape=shape, dtype=dtype)
-
-    tokens = query.shape[_TOKENS]
-    if func is aten._scaled_dot_product_flash_attention.default:
-        state, seed = unused(torch.uint64, 2), unused(torch.uint64)
-        return None, None, tokens, tokens, state, seed, unused(query.dtype, 0)
-    if func is aten._scaled_dot_product_efficient_attention.default:
-        return unused(torch.int64), unused(torch.int64)
-    if func is aten._scaled_dot_product_cudnn_attention.default:
-        return None, None, tokens, tokens, unused(torch.int64), unused(torch.int64), None
-    return ()
-
-
-def backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = bind(func, args, kwargs)
-    if p.is_traced or not _is_ours(given):
-        return USUAL
-    query, key, value = inputs = [given[name] for name in ("query", "key", "value")]
-    dout = p.redistribute(_gradient(given), query._layout)
-    if not _group_has_tokens(query):
-        grads = tuple(p.local(torch.zeros_like, t) for t in inputs)
-    else:
-        route, group = _route_of(given)
-
-        def differentiate(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> list[torch.Tensor]:
-            saved = [q, k, v, out.to(lse.dtype), lse, None]
-            call, totals = _call(given, route, group, q, v), Gradients(dout, dout, dout)
-            found = backward_rows(call, dout, saved, None, None, totals, k.shape[1])
-            return [g.to(t.dtype) for g, t in zip(found, (q, k, v), strict=True)]
-
-        row = _row(key, value)
-        sent = _sent(route.keys, group) * row * key.dtype.itemsize
-        sent += _sent(route.home, group) * row * accumulate_dtype(key.dtype).itemsize
-        operands = (dout, *inputs, given["out"], given["logsumexp"])
-        grads = p.attend(3, differentiate, *operands, group=group, sent_bytes=sent)
-    found = tuple(p.wrap(g, t) for g, t in zip(grads, inputs, strict=True))
-    is_of_bias = func is aten._scaled_dot_product_efficient_attention_backward.default
-    return (*found, None) if is_of_bias else found
-
-
-def _sent(moves: Sequence[Move | None], group: AxisGroup) -> int:
-    """The rows that this rank sends."""
-    return sum(sum(m.send_counts) - m.send_counts[group.rank] for m in moves if m is not None)
-
-
-def _row(key: Planned, value: Planned) -> int:
-    """The elements of a row that travels: a token's key and value, of all batch rows and heads that are here."""
-    batch, heads, _, head_dim = key.local_shape
-    return batch * heads * (head_dim + value.local_shape[3])
-
-
-def _gradient(given: dict[str, Any]) -> Any:
+def gradient_of(given: dict[str, Any]) -> Any:
+    """The gradient of the output, under the name that the op has for it."""
     return given["grad_out_"] if "grad_out_" in given else given["grad_out"]
-
-
-def _group_has_tokens(query: Planned) -> bool:
-    """Whether the ranks that share this rank's heads and batch rows have anything to attend with."""
-    batch, heads, _, head_dim = query.local_shape
-    return batch > 0 and heads > 0 and head_dim > 0 and query.shape[_TOKENS] > 0
 
 
 def _is_ours(given: dict[str, Any]) -> bool:
@@ -137,11 +43,11 @@ def _is_ours(given: dict[str, Any]) -> bool:
     query = tensors[0]
     layout = query._layout
     if "out" in given and (
-        not isinstance(_gradient(given), Planned) or _gradient(given)._mesh is not query._mesh
+        not isinstance(gradient_of(given), Planned) or gradient_of(given)._mesh is not query._mesh
     ):
         return False
     return (
-        bool(layout.shard_axes(_TOKENS))
+        bool(layout.shard_axes(TOKENS))
         and not layout.partial_axes
         and 3 not in layout.shard_dims
         and all(t._layout is layout and t._mesh is query._mesh for t in tensors)
@@ -149,49 +55,13 @@ def _is_ours(given: dict[str, Any]) -> bool:
     )
 
 
-def _route_of(given: dict[str, Any]) -> tuple[Route, AxisGroup]:
-    query: Planned = given["query"]
-    own, local = query._tensor_layout, query.local_shape
-    group = own.comm.group(tuple(sorted(own.layout.shard_axes(_TOKENS))))
-    sizes = (local[1], local[3], query.dtype.itemsize)
-    return _route(group, own.layout, int(query.shape[_TOKENS]), bool(given["is_causal"]), sizes), group
-
-
-def _call(given: dict[str, Any], route: Route, group: AxisGroup, q: torch.Tensor, v: torch.Tensor) -> Call:
-    score = Score(given["scale"])
-    kernel = choose(need_of(q, v, score, (), True), None).kernel
-    return Call((Task(route, kernel, score, group, None),))
-
-
-def _route(
-    group: AxisGroup, layout: Layout, seq_len: int, is_causal: bool, sizes: tuple[int, int, int]
-) -> Route:
-    """This rank's part of the plan; its ranks are the members of the group, in the group's order."""
-    owned: list[tuple[int, int, int]] = []
-    for rank, member in enumerate(group.members):
-        start, length = layout.interval(_TOKENS, seq_len, member)
-        owned.append((int(start), int(start) + int(length), rank))
-    heads, head_dim, itemsize = sizes
-    plan = plan_attention(
-        seq_len=seq_len,
-        ranks=group.size,
-        mask=masks.causal() if is_causal else masks.full(),
-        layout=Given(collect(seq_len, group.size, owned)),
-        exchange="ring",
-        num_heads=heads,
-        head_dim=head_dim,
-        dtype_bytes=itemsize,
-    )
-    return Route(plan.rows[0], group.rank, tuple(range(group.size)), (group.rank,))
-
-
 FAMILIES: dict[OpOverload, Family] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: forward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: backward,
-    aten._scaled_dot_product_flash_attention.default: forward,
-    aten._scaled_dot_product_flash_attention_backward.default: backward,
-    aten._scaled_dot_product_efficient_attention.default: forward,
-    aten._scaled_dot_product_efficient_attention_backward.default: backward,
-    aten._scaled_dot_product_cudnn_attention.default: forward,
-    aten._scaled_dot_product_cudnn_attention_backward.default: backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: attend,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attend,
+    aten._scaled_dot_product_flash_attention.default: attend,
+    aten._scaled_dot_product_flash_attention_backward.default: attend,
+    aten._scaled_dot_product_efficient_attention.default: attend,
+    aten._scaled_dot_product_efficient_attention_backward.default: attend,
+    aten._scaled_dot_product_cudnn_attention.default: attend,
+    aten._scaled_dot_product_cudnn_attention_backward.default: attend,
 }
