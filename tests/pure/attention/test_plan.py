@@ -382,7 +382,7 @@ def test_explain_tells_balance_traffic_and_stages():
     ("choices", "text"),
     [
         ({"layout": "zig"}, "layout='zig' is not known; use one of contiguous, ordered, zigzag, striped"),
-        ({"exchange": "rong"}, "exchange='rong' is not known; use one of ring, allgather"),
+        ({"exchange": "rong"}, "exchange='rong' is not known; use one of sparse, ring, ulysses"),
         ({"num_heads": 8, "num_kv_heads": 3}, "3 key heads do not divide 8 query heads"),
         ({"ranks": (2, 2, 2)}, r"a mesh of 1 axis, or 2 \(inner, outer\) for hybrid, not 3"),
         ({"ranks": 0}, "at least 1 rank on each axis"),

@@ -43,6 +43,11 @@ class Exchange(abc.ABC):
     splits_heads: bool = False  # True: an all-to-all turns sequence shards into head shards first
     groups: int | None = None  # in how many groups of heads, where they are split; None: by their size
 
+    def auto_takes(self, ranks: int, num_heads: int, one_sequence: bool) -> bool:
+        """Whether `exchange="auto"` compares it on an axis of `ranks` ranks; `one_sequence`: keys are the tokens that
+        queries are."""
+        return False
+
     def place(self, rows: np.ndarray, owned: Ownership, kv_owned: Ownership, prices: Prices) -> np.ndarray:
         """Slices with the rank that computes them behind: those of the owner of their queries, unless they travel."""
         return rows

@@ -38,6 +38,9 @@ class Cheapest(Sparse):
 
     moves_queries = True
 
+    def auto_takes(self, ranks: int, num_heads: int, one_sequence: bool) -> bool:
+        return not one_sequence  # in one sequence the layout (Solve) says which queries travel
+
     def place(self, rows: Array, owned: Ownership, kv_owned: Ownership, prices: Prices) -> Array:
         cells = _cut_by_key_owner(rows, owned, kv_owned)
         if not len(cells.rows):

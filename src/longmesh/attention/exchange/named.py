@@ -1,4 +1,4 @@
-"""The exchanges by their short names: one table, and the lookup that explains itself."""
+"""The exchanges by their short names: one table, the lookup that explains itself, and those that `auto` compares."""
 
 from longmesh.attention.exchange.allgather import AllGather
 from longmesh.attention.exchange.auto import AutoExchange
@@ -10,12 +10,13 @@ from longmesh.attention.exchange.sparse import Sparse
 from longmesh.attention.exchange.ulysses import Ulysses
 from longmesh.errors import LongmeshError
 
+# Of exchanges that are predicted to take as long and as much memory, `auto` takes the first.
 EXCHANGES: dict[str, Exchange] = {
-    "ring": Ring(),
-    "allgather": AllGather(),
-    "ulysses": Ulysses(),
     "sparse": Sparse(),
+    "ring": Ring(),
+    "ulysses": Ulysses(),
     "cheapest": Cheapest(),
+    "allgather": AllGather(),
     "hybrid": Hybrid(),
     "auto": AutoExchange(),
 }
@@ -31,3 +32,9 @@ def exchange_of(choice: Exchange | str) -> Exchange:
             "or a value such as exchange=Ring()"
         )
     return EXCHANGES[choice]
+
+
+def auto_exchanges(inner: int, outer: int, num_heads: int, one_sequence: bool) -> list[Exchange]:
+    """The exchanges that `auto` compares. Groups of `inner` ranks that split heads exchange keys as ranks do."""
+    taken = [x for x in EXCHANGES.values() if x.auto_takes(outer, num_heads, one_sequence)]
+    return taken if inner == 1 else [Hybrid(outer=x) for x in taken if not x.splits_heads]

@@ -40,6 +40,9 @@ class Ring(Exchange):
 
     relays = True
 
+    def auto_takes(self, ranks: int, num_heads: int, one_sequence: bool) -> bool:
+        return True
+
     def last_stage(self, needs: Needs) -> int:
         """The longest way from an owner to a rank that needs its keys."""
         n, table = needs.owned.num_ranks, needs.owned.table

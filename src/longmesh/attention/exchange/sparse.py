@@ -27,6 +27,9 @@ class Sparse(Exchange):
     stages_at_most: int = 2
     min_tokens: int = 1024  # a stage that would bring fewer to every rank is not worth a collective
 
+    def auto_takes(self, ranks: int, num_heads: int, one_sequence: bool) -> bool:
+        return True
+
     def last_stage(self, needs: Needs) -> int:
         most = int(needs.remote_tokens.max(initial=0))
         return min(self.stages_at_most, max(1, most // self.min_tokens)) if most else 0

@@ -158,6 +158,9 @@ class Ulysses(Exchange):
     def __post_init__(self) -> None:
         check_groups(self.groups)
 
+    def auto_takes(self, ranks: int, num_heads: int, one_sequence: bool) -> bool:
+        return num_heads >= ranks  # else some ranks would have no head
+
     def last_stage(self, needs: Needs) -> int:
         return 0  # one group owns every token
 

@@ -2,33 +2,27 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from longmesh.attention.exchange.auto import AutoExchange
 from longmesh.attention.exchange.base import Exchange, Prices
-from longmesh.attention.exchange.cheapest import Cheapest
-from longmesh.attention.exchange.hybrid import Hybrid
-from longmesh.attention.exchange.named import exchange_of
-from longmesh.attention.exchange.ring import Ring
-from longmesh.attention.exchange.sparse import Sparse
+from longmesh.attention.exchange.named import auto_exchanges, exchange_of
 from longmesh.attention.exchange.ulysses import HeadShare, Ulysses, count_groups, share_heads
 from longmesh.attention.layout.auto import Auto
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.given import Given
 from longmesh.attention.layout.named import layout_of
-from longmesh.attention.layout.round_robin import RoundRobin
-from longmesh.attention.layout.solve import Solve
-from longmesh.attention.layout.zigzag import Zigzag
 from longmesh.attention.mask.axes import Axes, axes_of
 from longmesh.attention.mask.band import causal
 from longmesh.attention.mask.base import Mask, whole_number
-from longmesh.attention.plan.attention_plan import AttentionPlan, PassedOver, RowPlan
+from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
+from longmesh.attention.plan.choose import auto_layouts, fastest
 from longmesh.attention.plan.cut import Asked, Cuts, cut_both, slices_in
 from longmesh.attention.plan.head_sizes import HeadSizes
-from longmesh.attention.plan.predict import AS_FAST
 from longmesh.attention.plan.schedule import make_schedule
 from longmesh.errors import LongmeshError
 from longmesh.plan.cluster import Cluster
@@ -194,35 +188,19 @@ def _groups(exchange: Exchange, inner: int, outer: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=256)
 def _choose(request: Request) -> AttentionPlan:
-    """The plan of the request, with `auto` replaced by the cheapest choice; the first wins a tie."""
-    layouts: list[Layout] = [request.layout]
-    exchanges: list[Exchange] = [request.exchange]
+    """The plan of the request, with `auto` replaced by what is fastest."""
+    layouts, exchanges = [request.layout], [request.exchange]
     if isinstance(request.layout, Auto):
-        layouts = [Contiguous(), Zigzag(), Solve() if request.is_one_sequence else RoundRobin()]
+        layouts = auto_layouts(request.is_one_sequence)
     if isinstance(request.exchange, AutoExchange):
-        exchanges = [Hybrid()] if request.inner > 1 else [Sparse(), Ring(), Ulysses()]
-        if request.heads.num_heads < request.inner * request.outer:
-            exchanges = exchanges[:2]  # some ranks would have no head
-        if not request.is_one_sequence:
-            exchanges.append(Hybrid(outer=Cheapest()) if request.inner > 1 else Cheapest())
-    # The layout is chosen under the first exchange, then the exchange for that layout.
-    first = _by_time([dataclasses.replace(request, layout=x, exchange=exchanges[0]) for x in layouts])
-    best, *slower = _by_time([dataclasses.replace(first[0], exchange=x) for x in exchanges])
-    return dataclasses.replace(_plan(best), passed_over=tuple(map(_passed_over, (*first[1:], *slower))))
-
-
-def _passed_over(request: Request) -> PassedOver:
-    return PassedOver(request.layout, request.exchange, _plan(request).predict())
-
-
-def _by_time(requests: list[Request]) -> list[Request]:
-    """The fastest first; of those that are as good as equal, the first."""
-    if len(requests) == 1:
-        return requests
-    times = [_plan(request).predict().total_us for request in requests]
-    best = next(i for i, us in enumerate(times) if us <= min(times) * AS_FAST)
-    order = sorted(range(len(times)), key=lambda i: (i != best, times[i]))
-    return [requests[i] for i in order]
+        heads = request.heads.num_heads
+        exchanges = auto_exchanges(request.inner, request.outer, heads, request.is_one_sequence)
+    pairs = itertools.product(layouts, exchanges)
+    plans = [_plan(dataclasses.replace(request, layout=x, exchange=y)) for x, y in pairs]
+    if len(plans) == 1:
+        return plans[0]
+    best, others = fastest(plans)
+    return dataclasses.replace(best, passed_over=others)
 
 
 @functools.lru_cache(maxsize=256)

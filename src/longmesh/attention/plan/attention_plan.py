@@ -241,11 +241,13 @@ class _Relay:
 
 
 class PassedOver(NamedTuple):
-    """A layout and an exchange that were not chosen, and how long a call with them would take."""
+    """A layout and an exchange that were not chosen, how long a call with them would take, and the bytes of buffers
+    of the fullest rank."""
 
     layout: Layout
     exchange: Exchange
     prediction: "Prediction"
+    buffer_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -269,7 +271,7 @@ class AttentionPlan(PickledByFields):
     heads: HeadSizes
     cluster: Cluster
     rows: tuple[RowPlan, ...]
-    passed_over: "tuple[PassedOver, ...]" = ()  # what was compared with this plan, and found slower
+    passed_over: "tuple[PassedOver, ...]" = ()  # what was compared with this plan, by time
 
     @property
     def num_ranks(self) -> int:

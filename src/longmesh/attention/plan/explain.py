@@ -7,7 +7,8 @@ import numpy as np
 from longmesh.attention.exchange.fragment import STAGE, START, STOP
 from longmesh.attention.mask.slices import area
 from longmesh.attention.plan import merge_tiles as tile
-from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
+from longmesh.attention.plan.attention_plan import AttentionPlan, PassedOver, RowPlan
+from longmesh.attention.plan.choose import fullest_buffers
 from longmesh.attention.plan.predict import AS_FAST, MANY, SOME, Prediction, ranks_to_look_at
 from longmesh.attention.plan.schedule import WHO
 from longmesh.attention.plan.stats import RankStats, heads_of, rank_stats
@@ -97,19 +98,31 @@ def _time_lines(plan: AttentionPlan) -> list[str]:
     forward, backward = chosen
     times = [f"{human_us(p.total_us)} ({human_us(p.compute_us)} computing)" for p in (forward, backward)]
     lines = [f"  predicted on {plan.cluster}, batch of 1: forward {times[0]}, backward {times[1]}"]
-    for other in plan.passed_over:
-        name, preferred = f"exchange {other.exchange}", plan.exchange
-        if other.layout != plan.layout:  # layouts are compared under one exchange
-            under = "" if other.exchange == plan.exchange else f" with exchange {other.exchange}"
-            name, preferred = f"layout {other.layout}{under}", plan.layout
+    for other in _rivals(plan):
+        names = [f"layout {other.layout}"] * (other.layout != plan.layout)
+        names += [f"exchange {other.exchange}"] * (other.exchange != plan.exchange)
+        name = " with ".join(names)
         ratio = other.prediction.total_us / max(chosen.total_us, 1e-9)
         if ratio <= AS_FAST:
             lines.append(
-                f"  {name} is predicted to take as long, within {AS_FAST - 1:.0%}: {preferred} is preferred"
+                f"  {name} is predicted to take as long, within {AS_FAST - 1:.0%}, with buffers of "
+                f"{format_bytes(other.buffer_bytes)} against {format_bytes(fullest_buffers(plan))}"
             )
         else:
             lines.append(f"  {name} would take {ratio:.2f}x: {_why_slower(chosen, other.prediction)}")
     return lines
+
+
+def _rivals(plan: AttentionPlan) -> list[PassedOver]:
+    """Of each layout and each exchange that was not taken, the fastest pair, by time."""
+    seen_layouts, seen_exchanges = [plan.layout], [plan.exchange]
+    found: list[PassedOver] = []
+    for other in plan.passed_over:
+        if other.layout not in seen_layouts or other.exchange not in seen_exchanges:
+            found.append(other)
+        seen_layouts.append(other.layout)
+        seen_exchanges.append(other.exchange)
+    return found
 
 
 def _why_slower(plan: Prediction, other: Prediction) -> str:

@@ -90,10 +90,32 @@ def _one_group(row: RowPlan, group: int) -> GroupFigures:
     moved = int(size[there].sum()), int(size[home].sum())
     sent = s.received((group + 1) % s.ownership.num_ranks) if s.relay else s.lent(group)
     rows, leaving = (int((x[:, STOP] - x[:, START]).sum()) for x in (f, sent))
-    held = np.bincount(f[:, STAGE], weights=f[:, STOP] - f[:, START], minlength=s.num_stages + 1)
-    peak = int((held[:-1] + held[1:]).max())
     arrives, leaves = np.array([rows, *moved]), np.array([leaving, *moved[::-1]])
-    return GroupFigures(float(area(tiles).sum()), len(tiles), arrives, leaves, peak)
+    return GroupFigures(float(area(tiles).sum()), len(tiles), arrives, leaves, _held_rows(row, group))
+
+
+def _held_rows(row: RowPlan, group: int) -> int:
+    """The most key rows of others that a group holds at once: a stage's, and the next one's."""
+    s = row.schedule
+    f = s.received(group)
+    held = np.bincount(f[:, STAGE], weights=f[:, STOP] - f[:, START], minlength=s.num_stages + 1)
+    return int((held[:-1] + held[1:]).max())
+
+
+def buffer_bytes(plan: AttentionPlan, row: RowPlan, rank: int) -> int:
+    """The most bytes that a rank holds at once besides its own tokens: keys that arrived, queries that it computes for
+    others with their results, and what split heads are swapped into."""
+    s, heads, group = row.schedule, plan.heads, rank // plan.inner
+    mine = heads_of(plan, row, rank)
+    far = s.queries_of(group)
+    elements = _held_rows(row, group) * max(mine.kv_heads_of_groups) * heads.kv_dim
+    away = int((far[:, STOP] - far[:, START]).sum()) * mine.heads
+    wide = away * (heads.v_head_dim + 1) * heads.wide_bytes
+    elements += away * heads.head_dim
+    if row.shares:
+        elements += s.ownership.counts[group] * mine.heads * (heads.head_dim + heads.v_head_dim)
+        elements += s.kv_ownership.counts[group] * mine.kv_heads * heads.kv_dim
+    return elements * heads.dtype_bytes + wide
 
 
 def _row_figures(plan: AttentionPlan, row: RowPlan, ranks: Sequence[int] | None) -> np.ndarray:
