@@ -154,6 +154,12 @@ def run_on_views(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     found = {id(t): t for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)}
     views = [t for t in found.values() if t._origin is not None]
     writes = {id(t) for t in all_tensors(written_arguments(func, args, kwargs))}
+    if len(views) < len(found) or len(views) > 1:
+        members = _members(func, args) if writes else []
+        if len(members) > 1:
+            for member in members:
+                func(*member, **kwargs)
+            return None
     is_new_shape = torch.Tag.inplace_view in func.tags
     written = [] if is_new_shape else [view for view in views if id(view) in writes]
     for view in written:
@@ -172,6 +178,22 @@ def run_on_views(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     elif is_view(func) and args[0]._origin is not None:
         remember_origin(result, func, args, kwargs)
     return result
+
+
+def _members(func: OpOverload, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The calls that an op which writes to a list stands for, one for each of its members: a member may be a view of
+    another, so each is written before the next is read."""
+    if not isinstance(args[0], (list, tuple)):
+        return []
+    is_foreach = _name(func).startswith("_foreach_")
+
+    def of_member(value: Any, i: int) -> Any:
+        is_list = isinstance(value, (list, tuple)) or (
+            is_foreach and isinstance(value, torch.Tensor) and value.ndim > 0  # addcmul's: a number for each
+        )
+        return value[i : i + 1] if is_list else value
+
+    return [tuple(of_member(a, i) for a in args) for i in range(len(args[0]))]
 
 
 @contextmanager

@@ -89,19 +89,18 @@ def foreach(name: str, overload: str, *, writes: bool) -> Family:
         if all(alike) and _has_only_lists(args, kwargs):
             return _plan_together(func, lists, writes)
         results: list[Any] = [None] * len(leads)
-        together = [i for i, ok in enumerate(alike) if ok]
-        if together:
-            chosen = [_choose(p, a, together, leads) for a in args]
-            options = {k: scalar_of(p, v, leads) for k, v in kwargs.items()}
-            if writes:
-                p.local(func, *chosen, **options)
-            else:
-                made = p.locals(len(together), func, *chosen, **options)
-                for i, part in zip(together, made, strict=True):
+        for members in _in_turn(alike, writes):
+            if alike[members[0]]:
+                chosen = [_choose(p, a, members, leads) for a in args]
+                options = {k: scalar_of(p, v, leads) for k, v in kwargs.items()}
+                if writes:
+                    p.local(func, *chosen, **options)
+                    continue
+                made = p.locals(len(members), func, *chosen, **options)
+                for i, part in zip(members, made, strict=True):
                     results[i] = part if leads[i].is_plain else p.wrap(part, leads[i])
-        for i, ok in enumerate(alike):
-            if ok:
                 continue
+            (i,) = members
             values = [a[i] if isinstance(a, (list, tuple)) else scalar_of(p, a, leads) for a in args]
             if any(t.is_plain for t in (leads[i], *others[i]) if t.ndim):
                 refuse_mix(func, (leads[i], *others[i]))
@@ -112,6 +111,20 @@ def foreach(name: str, overload: str, *, writes: bool) -> Family:
         return None if writes else results
 
     return family
+
+
+def _in_turn(alike: Sequence[bool], writes: bool) -> list[list[int]]:
+    """The members by local calls: those that join one, and the others each by itself. Members that are written may be
+    one tensor, so their order stays: only neighbours join."""
+    turns: list[list[int]] = [] if writes else [[i for i, ok in enumerate(alike) if ok]]
+    for i, ok in enumerate(alike):
+        if not ok:
+            turns.append([i])
+        elif writes and i and alike[i - 1]:
+            turns[-1].append(i)
+        elif writes:
+            turns.append([i])
+    return [members for members in turns if members]
 
 
 def _has_only_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
