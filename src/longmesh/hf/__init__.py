@@ -16,6 +16,7 @@ Pitfall: rows of padding see padding only, so what they predict is not what one 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from longmesh.hf.axes import parallelize
 from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.interface import register
 from longmesh.hf.scope import context_parallel, plan_ahead
@@ -32,6 +33,7 @@ __all__ = [
     "Verification",
     "context_parallel",
     "cut_batch",
+    "parallelize",
     "plan_ahead",
     "prepare",
     "register",
