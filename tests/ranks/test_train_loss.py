@@ -110,8 +110,8 @@ def test_a_mistake_of_one_rank_is_an_error_on_all(pool, kind, text):
     assert wrong == text
     assert first == last
     assert first == (
-        "cut_cross_entropy: 1 of the 3 ranks got invalid arguments and report them; this rank's logits and "
-        "labels are valid"
+        "cut_cross_entropy: 1 of the 3 ranks got invalid arguments and report them; this rank's "
+        "arguments are valid"
     )
 
 

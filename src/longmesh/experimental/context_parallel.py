@@ -7,6 +7,10 @@
 Names and meaning as in torch.distributed.tensor.experimental, with `mask`, `layout` and `exchange` besides. Any
 length on any number of ranks.
 
+The loss: mean losses of torch.nn.functional inside are weighted such that their *average* over the ranks, and that of
+the gradients, is the mean over all labels. Every rank must call them. A mean that is written out (`.mean()`) is not
+seen.
+
 Pitfall: unless `layout` is given, tokens are cut head-tail, a function of length and ranks alone, which
 `context_parallel_unshard` finds outside a scope, too. Inside, it takes the scope's layout; after a scope with a layout
 of its own it must be told.
@@ -24,6 +28,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from longmesh.attention import ContextParallel, Exchange, Layout, masks
 from longmesh.attention.scope.cut_block_mask import cut_block_mask
+from longmesh.attention.scope.mean_loss import loss_handlers
 from longmesh.attention.scope.open_scopes import (
     close_scope,
     current_cut,
@@ -61,6 +66,9 @@ def context_parallel(
     `no_restore_buffers`. Yields the engine, for its `positions`, `plan` and `explain()`. `mask` holds for every
     call of attention inside, together with the call's own `is_causal`.
 
+    Mean losses of torch.nn.functional inside the scope are weighted by each rank's number of labels. Average gradients
+    over the ranks, as DDP and FSDP2 do, to get those of the mean over all labels.
+
     `kv_len`: calls may also attend to this many other keys (cross-attention). They are cut by `kv_layout`, or as the
     sequence is (`context_parallel_shard` cuts them so), or are whole on every rank: kv_layout="whole", which sends
     nothing, and gives each rank its share of their gradient. `mask` does not hold for these calls.
@@ -88,7 +96,7 @@ def context_parallel(
     cut = cut_over(mesh, seq_len, mask=mask, **how)
     kept = no_restore_buffers or set()
     restore = [(b, b.detach()) for b in buffers if not any(b is other for other in kept)]
-    mode = open_scope(cut)
+    mode = open_scope(cut, loss_handlers(comm_of(mesh)))
     try:
         # New memory for each: buffers may share theirs, as inputs and labels of one batch do.
         parts = [cut.lead.shard(b.detach(), dim) for b, dim in zip(buffers, dims, strict=True)]
@@ -132,7 +140,7 @@ def enable_context_parallel(
         "cluster": cluster,
     }
     cut = cut_over(mesh, seq_len, mask=mask, **how)
-    open_scope(cut)
+    open_scope(cut, loss_handlers(comm_of(mesh)))
     return cut.lead
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh.attention.scope.mean_loss import reduction_of
 from longmesh.errors import LongmeshError
 from longmesh.hf.everywhere import true_everywhere
 
@@ -103,13 +104,9 @@ class SharedLoss:
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        kwargs: dict[str, Any] = {
-            "weight": weight,
-            "size_average": size_average,
-            "reduce": reduce,
-            "label_smoothing": label_smoothing,
-        }
-        is_mean = reduction == "mean" and size_average is None and reduce is None
+        kwargs: dict[str, Any] = {"weight": weight, "label_smoothing": label_smoothing}
+        reduction = reduction_of(reduction, size_average, reduce)
+        is_mean = reduction == "mean"
         known = self._known(target)
         if known is None and (is_mean or self.in_model):
             raise LongmeshError(

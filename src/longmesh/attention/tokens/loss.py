@@ -9,8 +9,6 @@ times the number of ranks.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,9 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from longmesh.attention.tokens.add_up import add_up
 from longmesh.attention.tokens.packing import IGNORED
-from longmesh.comm import MeshComm, collectives, comm_of, kept_by_mesh
-from longmesh.comm.agree import checks_every_call
+from longmesh.comm import comm_of
 from longmesh.errors import LongmeshError
 
 
@@ -50,16 +48,7 @@ def cut_cross_entropy(
         part, count = _sum_and_count(logits, labels, ignore_index)
     except Exception as error:  # the others are told before it is raised, or they would wait
         problem = error
-    wrong = part.new_full((), problem is not None, dtype=torch.float64)
-    sums = _add_up(torch.stack([part.detach().double(), count.double(), wrong]), mesh)
-    num_wrong = _num_wrong(problem, sums[2], mesh) if mesh.size() > 1 and _is_asked(mesh) else 0
-    if problem is not None:
-        raise problem
-    if num_wrong:
-        raise LongmeshError(
-            f"cut_cross_entropy: {num_wrong} of the {mesh.size()} ranks got invalid arguments and report them; "
-            "this rank's logits and labels are valid"
-        )
+    sums = add_up("cut_cross_entropy", (part, count), problem, comm_of(mesh))
     total = _StandIn.apply(part, sums[0].to(part.dtype))
     return total if reduction == "sum" else total / sums[1].to(part.dtype)  # NaN of nothing, as torch's mean
 
@@ -74,34 +63,6 @@ def _sum_and_count(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[T
     flat = labels.reshape(-1)
     total = F.cross_entropy(wide.flatten(0, -2), flat, ignore_index=ignore_index, reduction="sum")
     return total, (flat != ignore_index).sum()
-
-
-def _add_up(sums: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The loss, the tokens and the ranks that can't go on, over all ranks of the mesh."""
-    if mesh.size() == 1:
-        return sums
-    group = comm_of(mesh).group(tuple(range(mesh.ndim)))
-    return collectives.all_reduce(sums, reduce_op="sum", group=group)
-
-
-def _num_wrong(problem: Exception | None, counted: Tensor, mesh: DeviceMesh) -> int:
-    """How many ranks have a problem. Collective: between CPUs, if they can, so that no host waits for its device."""
-    group = comm_of(mesh).group(tuple(range(mesh.ndim)))
-    if mesh.device_type == "cpu" or not group.takes_cpu:
-        return int(counted)
-    return int(collectives.all_reduce(torch.tensor([int(problem is not None)]), reduce_op="sum", group=group))
-
-
-def _is_asked(mesh: DeviceMesh) -> bool:
-    """Whether this rank looks if others can go on: on a device it would wait for it, so at the first call only, as
-    attention does. Later a rank that raises is ended with the others by the launcher."""
-    before = _calls(comm_of(mesh))
-    return next(before) == 0 or mesh.device_type == "cpu" or checks_every_call()
-
-
-@kept_by_mesh(1)
-def _calls(comm: MeshComm) -> Iterator[int]:
-    return itertools.count()
 
 
 class _StandIn(torch.autograd.Function):
