@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test soak lint bench docs
 
 demo: $(VENV)/.has-run
+	@rm -rf build/demo
 	@$(BIN)/longmesh train --ranks 2 --seq-len 16384 --mask documents --exchange auto --compare \
 		--steps 20 --dim 64 --heads 2 --kv-heads 1 --out build/demo
 

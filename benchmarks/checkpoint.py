@@ -29,11 +29,11 @@ from rich.table import Table
 from longmesh import DTensor, Shard
 from longmesh.checkpoint import Directory, save
 from longmesh.testing import RankPool, cpu_mesh
-from longmesh.train import TrainOptions
 from longmesh.train.bad_numbers import StepNumbers, agree_on_bad, gradient_norms
 from longmesh.train.data import Corpus
 from longmesh.train.ledger import Ledger
 from longmesh.train.loop import build, run_step
+from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import Engines, slice_mesh
 from longmesh.train.progress import say_nothing
 from longmesh.train.replicas import check_replicas

@@ -10,9 +10,9 @@ from longmesh import DTensor
 from longmesh.checkpoint import Directory
 from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
-from longmesh.train import TrainOptions, train
 from longmesh.train.data import Corpus
-from longmesh.train.loop import build
+from longmesh.train.loop import build, train
+from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import make_axes, slice_mesh
 from longmesh.train.progress import say_nothing
 from longmesh.train.state import load_state, open_checkpoints
@@ -101,12 +101,14 @@ def resume_wrongly(out, changes):
 def test_a_checkpoint_of_another_run_is_refused(pool, tmp_path):
     out = str(tmp_path)
     pool.run(run, (1, 1, 1), {**SIZES, "steps": 1, "out": out}, ranks=1)
-    seed = f"{out} was trained with dim=16 (here 32), seed=0 (here 7); a resumed run needs the same options"
+    seed = (
+        f"{out} was trained with --dim 16 (here 32), --seed 0 (here 7); a resumed run needs the same options"
+    )
     for changes, text in [
         ({"seed": 7, "dim": 32}, seed),
         (
             {"steps": 1},
-            f"{out} has 1 steps already and steps=1 were asked for; give a larger --steps to continue",
+            f"{out} has 1 step already; give a larger --steps than 1 to continue",
         ),
     ]:
         texts = pool.run(resume_wrongly, out, changes, ranks=2)
@@ -170,7 +172,7 @@ def meet(kind):
             "no baseline",
             "train: rank 0 got invalid arguments, so every rank stops: no baseline",
         ),
-        ("mesh", "a mesh of data=1 x context=3 x tensor=1 has 3 ranks, and 2 run", "has 3 ranks, and 2 run"),
+        ("mesh", "--data 1 x --context 3 x --tensor 1 make 3 ranks, and 2 run", "make 3 ranks, and 2 run"),
     ],
 )
 def test_ranks_that_can_not_train_together_say_so(pool, kind, on_rank_0, on_rank_1):

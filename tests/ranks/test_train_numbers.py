@@ -12,9 +12,11 @@ import torch.distributed as dist
 from longmesh import DTensor
 from longmesh.errors import NumbersError
 from longmesh.testing import cpu_mesh
-from longmesh.train import TrainOptions, loop, train
+from longmesh.train import loop
 from longmesh.train.bad_numbers import StepNumbers
 from longmesh.train.data import Corpus
+from longmesh.train.loop import train
+from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import slice_mesh
 from longmesh.train.progress import say_nothing
 from longmesh.train.replicas import describe_drift, sum_bits

@@ -19,7 +19,7 @@ from longmesh.plan import Cluster, Level, Link, named_cluster
 from longmesh.recurrent import RecurrentParallel
 from longmesh.testing import RankError
 from longmesh.testing.mesh import cpu_mesh
-from longmesh.train import TrainOptions
+from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import make_axes
 
 

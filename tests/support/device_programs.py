@@ -234,9 +234,9 @@ def counted_steps() -> list[tuple[int, int, int]]:
 
 def counted_trainer() -> list[dict[str, int]]:
     """What the host reads in each step of the reference trainer, and where: documents, the same, others, the first."""
-    from longmesh.train import TrainOptions
     from longmesh.train.data import Corpus
     from longmesh.train.loop import build, run_step
+    from longmesh.train.options import TrainOptions
     from longmesh.train.parallel import Engines, slice_mesh
 
     shape = (1, dist.get_world_size(), 1)
@@ -256,9 +256,9 @@ def counted_trainer() -> list[dict[str, int]]:
 
 def trainer_steps() -> Numbers:
     """Two steps of the reference trainer, and the parameters after them."""
-    from longmesh.train import TrainOptions
     from longmesh.train.data import Corpus
     from longmesh.train.loop import build, run_step
+    from longmesh.train.options import TrainOptions
     from longmesh.train.parallel import Engines, slice_mesh
 
     shape = (1, dist.get_world_size(), 1)
@@ -288,8 +288,9 @@ def lost_tokens() -> Numbers:
 
 def trainer() -> Numbers:
     """Four steps of the reference trainer, data x context x tensor."""
-    from longmesh.train import TrainOptions, train
     from longmesh.train.data import Corpus
+    from longmesh.train.loop import train
+    from longmesh.train.options import TrainOptions
     from longmesh.train.parallel import slice_mesh
     from longmesh.train.progress import say_nothing
 

@@ -16,8 +16,10 @@ from longmesh.checkpoint.directory_reader import find_damage
 from longmesh.checkpoint.generations import generation_path, list_steps
 from longmesh.debug import watch
 from longmesh.testing import RankError, RankPool, cpu_mesh
-from longmesh.train import TrainOptions, loop, train
+from longmesh.train import loop
 from longmesh.train.data import Corpus
+from longmesh.train.loop import train
+from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import slice_mesh
 from longmesh.train.progress import say_nothing
 from support.processes import is_alive

@@ -1,8 +1,17 @@
-"""What the commands have in common on their command lines: one line for a mistake, and how ranks are started."""
+"""The parts that all commands share: one line for a mistake, lengths such as 64K, and how ranks are started.
+
+Nothing here imports torch, and neither do the files that check a command's arguments: a mistake is answered at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple, NoReturn
 
 USAGE_ERROR = 2
@@ -12,20 +21,56 @@ SCRIPT_ARGS = "args"  # the one argument that is a list
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Tells a mistake in one line, with where to look."""
+    """Reports a mistake in one line, with where to look."""
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - the stubs have overloads
         self, args: Any = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As argparse does, but that it takes `--name=--` for an empty list."""
+        """As argparse does, but that it takes `--name=--` for an empty list, and leaves the command's own unknown
+        options to the parser of all commands, which has another help."""
         found, rest = super().parse_known_args(args, namespace)
         for name, value in vars(found).items():
             if value == [] and name != SCRIPT_ARGS:
-                self.error(f"argument --{name.replace('_', '-')}: '--' is not a value for it")
+                self.error(f"argument {flag(name)}: '--' is not a value for it")
+        if rest:
+            self.error(self._describe_unknown(rest))
         return found, rest
 
+    def _describe_unknown(self, rest: Sequence[str]) -> str:
+        option = next((word for word in rest if word.startswith("-")), None)
+        if option is None:
+            return f"no argument {rest[0]!r} is expected"
+        name = option.partition("=")[0]
+        return f"no option {name}{suggest(name, self._option_string_actions)}"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            names = ", ".join(action.choices)
+            raise argparse.ArgumentError(
+                None, f"no command {value!r}{suggest(value, action.choices)}; the commands are {names}"
+            )
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE_ERROR, f"{self.prog}: {message}; `{self.prog} --help` lists what it takes\n")
+        self.exit(refuse(self.prog, f"{message}; `{self.prog} --help` lists what it takes"))
+
+
+def refuse(program: str, problem: str) -> int:
+    """Report a mistake, and the exit code for it. Of torchrun's ranks, the first of each host speaks for all."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{program}: {problem}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def flag(name: str) -> str:
+    """The option as it is typed: `seq_len` -> `--seq-len`."""
+    return "--" + name.replace("_", "-")
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """` (did you mean ...?)` if a known word is close; else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 class RankRange(NamedTuple):
@@ -51,6 +96,20 @@ def whole_number(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def token_count(text: str) -> int:
+    """A number of tokens: `65536`, `64K` (1,024 each), `1M` (1,048,576 each), or `1e6` (1,000,000)."""
+    found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\d{1,2})?)([KMG]?)", text.strip(), re.IGNORECASE)
+    value = Decimal(found[1]) * 1024 ** " KMG".index(found[2].upper() or " ") if found else None
+    if value is None or value != int(value):
+        try:
+            return int(text)  # a sign: the command says what it takes
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a number of tokens; give one such as 65536, 64K, 1M or 1e6"
+            ) from None
+    return int(value)
 
 
 def number(text: str) -> float:

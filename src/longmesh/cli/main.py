@@ -7,12 +7,11 @@ come before it.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from longmesh.cli.arguments import SCRIPT_ARGS, USAGE_ERROR, Launch, OneLineParser, add_launch_options
+from longmesh.cli.arguments import SCRIPT_ARGS, USAGE_ERROR, Launch, OneLineParser, add_launch_options, refuse
 from longmesh.cli.doctor.command import add_parser as add_doctor_parser, run_doctor
 from longmesh.cli.generate.command import add_parser as add_generate_parser, run_generate
 from longmesh.cli.train import add_parser as add_train_parser, run_train
@@ -39,8 +38,7 @@ def run_run(options: argparse.Namespace) -> int:
     launch = Launch.of(options)
     problem = launch.find_problem() or find_problem(Path(options.script))
     if problem is not None:
-        print(f"longmesh run: {problem}", file=sys.stderr)
-        return USAGE_ERROR
+        return refuse("longmesh run", problem)
 
     from longmesh.cli.run import run_script  # --help need not wait for the launcher
 

@@ -19,7 +19,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from longmesh.cli.arguments import USAGE_ERROR, Launch, RankRange, add_launch_options, number, whole_number
+from longmesh.cli.arguments import (
+    Launch,
+    RankRange,
+    add_launch_options,
+    number,
+    refuse,
+    token_count,
+    whole_number,
+)
 
 PROGRAM = "longmesh.train"
 DEFAULT_TIMEOUT, START_TIMEOUTS = 300.0, 3  # the trainer's own limit takes over when it has started
@@ -48,7 +56,6 @@ def add_parser(commands: Any) -> None:
         ("data", "groups of ranks, each with its own sequences (default 1)"),
         ("context", "ranks that each sequence is cut over (default: the ranks divided by data x tensor)"),
         ("tensor", "ranks that heads and features are sharded over (default 1)"),
-        ("seq-len", "tokens per sequence (default 16384)"),
         ("batch", "sequences per step, over all ranks (default 1)"),
         ("steps", "steps in all, including those before a resume (default 20)"),
         ("dim", "features per token (default 128)"),
@@ -66,6 +73,12 @@ def add_parser(commands: Any) -> None:
     ]
     for name, text in sizes:
         parser.add_argument(f"--{name}", type=whole_number, metavar="N", help=text)
+    parser.add_argument(
+        "--seq-len",
+        type=token_count,
+        metavar="N",
+        help="tokens per sequence, such as 16384, 64K, 1M or 1e6 (default 16384)",
+    )
     parser.add_argument(
         "--learning-rate", type=number, metavar="X", help="AdamW's learning rate (default 0.003)"
     )
@@ -94,7 +107,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="use --out even if another run seems to use it: only if you know that it has ended",
+        help="use --out even if another run has left checkpoints there, which are replaced, or seems to use it still",
     )
     parser.add_argument(
         "--compare", action="store_true", help="first run the same training in one process, then compare"
@@ -117,13 +130,13 @@ def run_train(options: argparse.Namespace) -> int:
         or _find_trainers_problem(told)
     )
     if problem is not None:
-        print(f"longmesh train: {problem}", file=sys.stderr)
-        return USAGE_ERROR
+        return refuse("longmesh train", problem)
     if world_size is not None:
         return _run_here(told)
     if compare:
         out = Path(told.get("out", DEFAULT_OUT), "one-process")
-        alone = {name: value for name, value in told.items() if name not in ("resume", "baseline")}
+        dropped = ("baseline",) if told.get("resume") == "auto" else ("baseline", "resume")
+        alone = {name: value for name, value in told.items() if name not in dropped}
         alone |= {"data": 1, "context": 1, "tensor": 1, "out": str(out)}
         threads = launch.threads and launch.threads * ranks
         code = _start(alone, launch._replace(ranks=RankRange(1, 1), threads=threads))
@@ -189,8 +202,7 @@ def _run_here(told: dict[str, Any]) -> int:
         runpy.run_module(PROGRAM, run_name="__main__")
     except SystemExit as leaving:
         if isinstance(leaving.code, str):
-            print(f"longmesh train: {leaving.code}", file=sys.stderr)
-            return USAGE_ERROR
+            return refuse("longmesh train", leaving.code)
         raise
     return 0
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from longmesh.debug.module_stack import GLOBAL
-from longmesh.plan.render import format_bytes
+from longmesh.plan.words import format_bytes
 
 if TYPE_CHECKING:
     from longmesh.debug.comm_mode import CommCall, CommDebugMode, OpCall

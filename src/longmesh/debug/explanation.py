@@ -10,7 +10,7 @@ from rich.text import Text
 from longmesh.comm import CommEvent
 from longmesh.debug.op_watch import Operand
 from longmesh.plan import RedistributePlan
-from longmesh.plan.render import format_bytes
+from longmesh.plan.words import count, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +126,13 @@ def _lines(explanation: Explanation) -> list[tuple[str, str]]:
             lines += [(f"      {line}", "cyan") for line in step.plan.explain().splitlines()]
     implicit, asked = explanation.implicit, explanation._of_kind("asked")
     summary = (
-        f"{_count(len(explanation.ops), 'op')}; {_count(len(implicit), 'implicit redistribution')}, "
+        f"{count(len(explanation.ops), 'op')}; {count(len(implicit), 'implicit redistribution')}, "
         f"{_bytes(implicit)} on the wire; {len(asked)} asked for, {_bytes(asked)}"
     )
     sends = [sending for op in explanation.ops for sending in op.sends]
     if sends:
         total = format_bytes(sum(sending.sent_bytes for sending in sends))
-        summary += f"; {_count(len(sends), 'exchange')} inside ops, {total} from this rank"
+        summary += f"; {count(len(sends), 'exchange')} inside ops, {total} from this rank"
     lines.append((summary, "bold"))
     return lines
 
@@ -168,7 +168,3 @@ def _move_lines(move: Redistribution) -> list[tuple[str, str]]:
 
 def _bytes(moves: Any) -> str:
     return format_bytes(sum(move.total_bytes for move in moves))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

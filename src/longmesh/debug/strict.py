@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from longmesh.debug.op_watch import OpWatch, WatchedOp
 from longmesh.errors import LongmeshError
-from longmesh.plan.render import format_bytes
+from longmesh.plan.words import format_bytes
 from longmesh.tensor.sending_steps import Redistribute
 from longmesh.tensor.steps import Step
 

@@ -50,6 +50,12 @@ CLUSTERS: dict[str, Cluster] = {
 }
 
 
+_ALLOWED = (
+    f"use one of {', '.join(CLUSTERS)}, or the file that longmesh doctor --save cluster.json wrote, whose name "
+    "ends in .json"
+)
+
+
 def named_cluster(name: str) -> Cluster:
     """Typical figures: "cpu" (processes of one machine over gloo), "a100" or "h100" (nodes of 8 with NVLink, a fast
     network between them).
@@ -58,10 +64,7 @@ def named_cluster(name: str) -> Cluster:
     h100 (typical figures, not measured)
     """
     if name not in CLUSTERS:
-        raise LongmeshError(
-            f"cluster={name!r} is not known; use one of {', '.join(CLUSTERS)}, "
-            'or the file that longmesh doctor --save cluster.json wrote, as cluster="cluster.json"'
-        )
+        raise LongmeshError(f"cluster={name!r} is not known; {_ALLOWED}")
     return CLUSTERS[name]
 
 
@@ -72,3 +75,14 @@ def cluster_of(choice: Cluster | str | None, device: str = "cpu") -> Cluster:
     if isinstance(choice, Cluster):
         return choice
     return Cluster.load(choice) if choice.endswith(".json") else named_cluster(choice)
+
+
+def find_cluster_problem(choice: str) -> str | None:
+    """Why a cluster that a command was given can't be used, in words that name no parameter; None if it can."""
+    if not choice.endswith(".json"):
+        return None if choice in CLUSTERS else f"it is not known; {_ALLOWED}"
+    try:
+        Cluster.load(choice)
+    except LongmeshError as error:
+        return str(error)
+    return None

@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from longmesh.plan.words import count, format_bytes
 from longmesh.spec import Layout, Partial, Shard
 
 if TYPE_CHECKING:
     from longmesh.plan.search import RedistributePlan
     from longmesh.plan.step import Step
-
-
-def format_bytes(num_bytes: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024 or unit == "TiB":
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    raise AssertionError("the loop returns at TiB")
 
 
 def explain_plan(plan: RedistributePlan) -> str:
@@ -32,7 +24,7 @@ def explain_plan(plan: RedistributePlan) -> str:
     for number, step in enumerate(plan.steps, 1):
         lines += [f"  {number}. {explain_step(step)}", f"     {_why(step)}"]
     lines.append(
-        f"  {_count(plan.num_collectives, 'collective')}; "
+        f"  {count(plan.num_collectives, 'collective')}; "
         f"each rank sends {_mean(plan.total_bytes, plan.src)} on average, "
         f"the busiest receives {format_bytes(plan.rank_bytes)}; predicted {plan.cost_us:.0f} us"
     )
@@ -90,8 +82,4 @@ def _mean(total_bytes: int, layout: Layout) -> str:
     return format_bytes(total_bytes / layout.mesh.num_ranks)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-__all__ = ["explain_plan", "explain_step", "format_bytes"]
+__all__ = ["explain_plan", "explain_step"]

@@ -2,9 +2,6 @@
 
 model.py (the network) · data.py (the text) · parallel.py (the mesh, and what of a step runs where) · loop.py (steps,
 optimizer, checkpoints) · progress.py, report.py (what people see)
+
+It is used by its command, which checks `options.py` before anything else is imported: so this file imports nothing.
 """
-
-from longmesh.train.loop import RunRecord, train
-from longmesh.train.options import TrainOptions
-
-__all__ = ["RunRecord", "TrainOptions", "train"]

@@ -19,7 +19,7 @@ import numpy as np
 
 from longmesh.attention import PackedDocuments, pack_documents
 from longmesh.errors import LongmeshError
-from longmesh.train.model import VOCAB
+from longmesh.train.options import VOCAB
 
 START = VOCAB - 1
 BETWEEN_DEFINITIONS = b"\n\n\n"

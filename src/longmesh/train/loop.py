@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from longmesh.train.data import Corpus
 from longmesh.train.guard import FIRST_STEP, Guard
 from longmesh.train.ledger import Ledger
 from longmesh.train.model import Transformer
-from longmesh.train.options import AUTO, TrainOptions
+from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import Axes, Engines, cut_model, sum_gradients, take_part
 from longmesh.train.progress import StepRecord
 from longmesh.train.replicas import check_replicas
@@ -70,8 +69,7 @@ def train(
     with guard.section("load"):
         losses: list[float] = []
         if options.resume is not None:
-            is_own = options.resume == AUTO or Path(options.resume).resolve() == Path(options.out).resolve()
-            source = checkpoints if is_own else open_checkpoints(options.resume, options)
+            source = checkpoints if options.resumes_own else open_checkpoints(options.resume, options)
             losses = load_state(source, model, optimizer, options, corpus.digest)
     record, clock = RunRecord(losses), WaitClock()
     ledger = Ledger(model, losses, record.steps, show)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VOCAB = 257  # the bytes, and a mark for the start of a document
+from longmesh.train.options import VOCAB
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

@@ -1,4 +1,7 @@
-"""The options of a training run, as one frozen value that is the same on every rank."""
+"""The options of a training run, as one frozen value that is the same on every rank.
+
+They come from the command line, so errors name its flags. Nothing here imports torch: a mistake is answered at once.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,19 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from longmesh.attention.exchange.named import EXCHANGES
-from longmesh.checkpoint.generations import list_steps
 from longmesh.errors import LongmeshError
-from longmesh.plan import cluster_of
-from longmesh.plan.render import format_bytes
-from longmesh.train.model import VOCAB
+from longmesh.plan.named_clusters import find_cluster_problem
+from longmesh.plan.words import format_bytes
 
 AUTO = "auto"
 LONGEST_S = 1e9
+VOCAB = 257  # the bytes, and a mark for the start of a document
 MASKS = ("documents", "causal")
-SIZES = ("data", "context", "tensor", "seq_len", "batch", "steps", "dim", "layers", "heads", "kv_heads")
+EXCHANGES = ("auto", "ring", "allgather", "ulysses", "sparse", "cheapest", "hybrid")
+AT_LEAST_1 = (
+    *("data", "context", "tensor", "seq_len", "batch", "steps", "dim", "layers", "heads", "kv_heads", "keep"),
+)
+AT_LEAST_0 = ("keep_every", "check_replicas", "seed", "save_every")
 CURVE = ("seq_len", "batch", "mask", "dim", "layers", "heads", "kv_heads", "learning_rate", "seed")
 
 
@@ -51,54 +56,51 @@ class TrainOptions:
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            if getattr(self, name) < 1:
-                raise LongmeshError(f"{name}={getattr(self, name)}: give at least 1")
-        for name, least in (
-            ("keep", 1),
-            ("keep_every", 0),
-            ("check_replicas", 0),
-            ("seed", 0),
-            ("save_every", 0),
-        ):
-            if getattr(self, name) < least:
-                raise LongmeshError(f"{name}={getattr(self, name)}: give {least} or more")
+        for least, names in ((1, AT_LEAST_1), (0, AT_LEAST_0)):
+            for name in names:
+                if getattr(self, name) < least:
+                    raise LongmeshError(f"{self.typed(name)}: give {least} or more")
         if self.seed >= 1 << 63:
-            raise LongmeshError(f"seed={self.seed}: give a number below 2 ** 63")
+            raise LongmeshError(f"{self.typed('seed')}: give a number below 2 ** 63")
         if not 0 < self.learning_rate < float("inf"):
-            raise LongmeshError(
-                f"learning_rate={self.learning_rate:g}: give a positive number, such as 0.003"
-            )
-        if self.seq_len < self.context:
-            raise LongmeshError(
-                f"seq_len={self.seq_len} over context={self.context} ranks: a rank needs at least 1 token; use fewer "
-                "ranks or longer sequences"
-            )
-        if self.exchange not in EXCHANGES:
-            raise LongmeshError(f"exchange={self.exchange!r} is not known; use one of {', '.join(EXCHANGES)}")
+            raise LongmeshError(f"{self.typed('learning_rate')}: give a positive number, such as 0.003")
         if not 0 < self.timeout <= LONGEST_S:
             raise LongmeshError(
-                f"timeout={self.timeout:g}: give a positive number of seconds, at most {LONGEST_S:g}"
+                f"{self.typed('timeout')}: give a positive number of seconds, at most {LONGEST_S:g}"
             )
-        if self.mask not in MASKS:
-            raise LongmeshError(f"mask={self.mask!r} is not known; use one of {', '.join(MASKS)}")
+        for name, known in (("exchange", EXCHANGES), ("mask", MASKS)):
+            if getattr(self, name) not in known:
+                raise LongmeshError(f"{self.typed(name)}: it is not known; give one of {', '.join(known)}")
+        self._check_division()
+
+    def _check_division(self) -> None:
+        """Raise for sizes that don't divide as the mesh and the model need it."""
+        if self.seq_len < self.context:
+            raise LongmeshError(
+                f"{self.typed('seq_len')} over {self.typed('context')}: a rank needs at least 1 token; use fewer ranks "
+                "or longer sequences"
+            )
         if self.dim % (2 * self.heads):
             raise LongmeshError(
-                f"dim={self.dim} in heads={self.heads}: a head needs an even number of features, which rotate in "
-                f"pairs; use dim={2 * self.heads * max(1, round(self.dim / (2 * self.heads)))}"
+                f"{self.typed('dim')} in {self.typed('heads')}: a head needs an even number of features, which rotate "
+                f"in pairs; give --dim {2 * self.heads * max(1, round(self.dim / (2 * self.heads)))}"
             )
         if self.heads % self.kv_heads:
-            raise LongmeshError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
+            raise LongmeshError(f"{self.typed('kv_heads')} must divide {self.typed('heads')}")
         if self.kv_heads % self.tensor:
             raise LongmeshError(
-                f"tensor={self.tensor}: heads are sharded over the tensor axis, so it must divide "
-                f"kv_heads={self.kv_heads}"
+                f"{self.typed('tensor')}: heads are sharded over the tensor axis, so it must divide "
+                f"{self.typed('kv_heads')}"
             )
         if self.batch % self.data:
             raise LongmeshError(
-                f"batch={self.batch}: each of the data={self.data} groups takes the same number of sequences; use "
-                f"batch={self.data * max(1, round(self.batch / self.data))}"
+                f"{self.typed('batch')}: each of the {self.data} groups (--data) takes the same number of sequences; "
+                f"give --batch {self.data * max(1, round(self.batch / self.data))}"
             )
+
+    def typed(self, name: str) -> str:
+        """An option as it is typed: `--seq-len 16384`."""
+        return typed(name, getattr(self, name))
 
     def check_size(self) -> None:
         """Raise for what can't fit into the memory of this machine, however little else is kept there."""
@@ -110,14 +112,16 @@ class TrainOptions:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if state + sequence > total:
             raise LongmeshError(
-                f"seq_len={self.seq_len}, batch={self.batch}, dim={self.dim}, layers={self.layers} take "
+                f"{' '.join(self.typed(name) for name in ('seq_len', 'batch', 'dim', 'layers'))} take "
                 f"{format_bytes(state + sequence)} of memory at least, and this machine has {format_bytes(total)}; "
                 "give smaller ones"
             )
 
     def check_paths(self) -> None:
         """Raise for what can't be read or written, before anything is computed."""
-        cluster_of(self.cluster)
+        problem = None if self.cluster is None else find_cluster_problem(self.cluster)
+        if problem is not None:
+            raise LongmeshError(f"{self.typed('cluster')}: {problem}")
         try:
             self._check_out()
             for name, path in (("resume", self.resume), ("baseline", self.baseline)):
@@ -129,16 +133,27 @@ class TrainOptions:
             ) from error
 
     def _check_out(self) -> None:
-        out = Path(self.out)
+        out, given = Path(self.out), self.typed("out")
         if not is_text(self.out):
-            raise LongmeshError(f"out={self.out!r} can't be written in UTF-8, as the report is; give another")
+            raise LongmeshError(f"{given} can't be written in UTF-8, as the report is; give another")
         if not self.out or any(path.exists() and not path.is_dir() for path in (out, *out.parents)):
-            raise LongmeshError(f"out={self.out!r} is not a directory and can't become one; give another")
+            raise LongmeshError(f"{given} is not a directory and can't become one; give another")
         nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not os.access(nearest, os.W_OK | os.X_OK):
+            raise LongmeshError(f"{given} can't be written: no permission in {nearest}; give another")
+        steps = checkpoint_steps(out)
+        if steps and not self.resumes_own and not self.force:
             raise LongmeshError(
-                f"out={self.out!r} can't be written: no permission in {nearest}; give another"
+                f"{given}: an earlier run has left checkpoints there, up to step {max(steps)}, and a new run would "
+                "replace them; give --resume auto to continue it, another --out, or --force to begin again there"
             )
+
+    @property
+    def resumes_own(self) -> bool:
+        """Whether the run continues the one that is in its own directory."""
+        return self.resume is not None and (
+            self.resume == AUTO or Path(self.resume).resolve() == Path(self.out).resolve()
+        )
 
     @property
     def mesh_shape(self) -> tuple[int, int, int]:
@@ -157,8 +172,20 @@ class TrainOptions:
         """In which options another run differs, in words; empty if in none."""
         pairs = [(name, curve.get(name), value) for name, value in self.curve.items()]
         return ", ".join(
-            f"{name}={theirs!r} (here {ours!r})" for name, theirs, ours in pairs if theirs != ours
+            f"{typed(name, theirs)} (here {ours})" for name, theirs, ours in pairs if theirs != ours
         )
+
+
+def typed(name: str, value: object) -> str:
+    """An option and its value as they are typed; a text that would not be seen is quoted."""
+    shown = repr(value) if isinstance(value, str) and (not value or not value.isprintable()) else value
+    return f"--{name.replace('_', '-')} {f'{shown:g}' if isinstance(shown, float) else shown}"
+
+
+def checkpoint_steps(out: Path) -> list[int]:
+    """The steps that have a checkpoint in a run's directory, in any order."""
+    names = [path.parent.name for path in out.glob("checkpoint/step-*/.metadata")]
+    return [int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit()]
 
 
 def is_text(name: str) -> bool:
@@ -172,12 +199,12 @@ def is_text(name: str) -> bool:
 
 def _check_run(name: str, path: str) -> None:
     """Raise if `path` is not what another run has left."""
+    given = typed(name, path)
     if not path or not Path(path).is_dir():
-        raise LongmeshError(f"{name}={path!r} is not a directory; give another run's --out")
-    if name == "resume" and not list_steps(Path(path, "checkpoint")):
+        raise LongmeshError(f"{given} is not a directory; give another run's --out")
+    if name == "resume" and not checkpoint_steps(Path(path)):
         raise LongmeshError(
-            f"resume={path!r} has no checkpoint in it; give another run's --out, or leave out --resume to start "
-            "a new run"
+            f"{given} has no checkpoint in it; give another run's --out, or leave out --resume to start a new run"
         )
     if name == "baseline" and not Path(path, "run.json").is_file():
-        raise LongmeshError(f"baseline={path!r} has no figures of a run in it; give another run's --out")
+        raise LongmeshError(f"{given} has no figures of a run in it; give another run's --out")

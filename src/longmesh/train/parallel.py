@@ -65,8 +65,8 @@ def make_axes(options: TrainOptions, text_digest: str, problem: LongmeshError | 
     num_ranks, wanted = dist.get_world_size(), options.data * options.context * options.tensor
     if problem is None and wanted != num_ranks:
         problem = LongmeshError(
-            f"a mesh of data={options.data} x context={options.context} x tensor={options.tensor} has {wanted} ranks, "
-            f"and {num_ranks} run; the product must be the number of ranks"
+            f"--data {options.data} x --context {options.context} x --tensor {options.tensor} make {wanted} ranks, and "
+            f"{num_ranks} run; the product must be the number of ranks"
         )
     if num_ranks > 1:
         world = init_device_mesh(device, (num_ranks,), mesh_dim_names=("world",))

@@ -6,6 +6,7 @@ it, it has their figures as tables.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -20,6 +21,7 @@ from longmesh.debug.charts import GREY, BarPart, Curve, can_draw, draw_bars, dra
 from longmesh.debug.picture import piece_color
 from longmesh.debug.plan_picture import draw_plan
 from longmesh.errors import LongmeshError
+from longmesh.plan.words import count
 from longmesh.train.loop import RunRecord
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import Axes
@@ -82,18 +84,16 @@ def read_summary(options: TrainOptions) -> Summary:
     try:
         summary = Summary(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise LongmeshError(
-            f"baseline {options.baseline!r} has no figures of a run in it: {error}"
-        ) from error
+        raise LongmeshError(f"{options.typed('baseline')} has no figures of a run in it: {error}") from error
     differing = options.describe_differences(summary.curve)
     if differing:
         raise LongmeshError(
-            f"baseline {options.baseline!r} ran with {differing}; compare runs that differ in the mesh only"
+            f"{options.typed('baseline')} ran with {differing}; compare runs that differ in the mesh only"
         )
     if len(summary.losses) < options.steps:
         raise LongmeshError(
-            f"baseline {options.baseline!r} has {len(summary.losses)} steps, this run will have {options.steps}; "
-            "run it again with as many"
+            f"{options.typed('baseline')} has {count(len(summary.losses), 'step')}, this run will have "
+            f"{options.steps}; run it again with as many"
         )
     return summary
 
@@ -108,14 +108,28 @@ def largest_difference(summary: Summary, baseline: Summary) -> float:
 def write_report(
     summary: Summary, baseline: Summary | None, plan: AttentionPlan | None, options: TrainOptions
 ) -> str:
-    """Write run.json and report.html; what to say at the end, in lines."""
+    """Write run.json and report.html; what to say at the end, in lines. Those of an earlier run are kept beside."""
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
+    kept = keep_earlier(out)
     (out / "run.json").write_text(json.dumps(asdict(summary)))
     said = describe(summary, baseline)
     page = out / "report.html"
     page.write_text(make_page(summary, baseline, plan, said), encoding="utf-8")
-    return "\n".join([f"page: {page.absolute()}", *said])
+    earlier = [] if kept is None else [f"the earlier run's page: {kept.absolute()}"]
+    return "\n".join([*earlier, f"page: {page.absolute()}", *said])
+
+
+def keep_earlier(out: Path) -> Path | None:
+    """Rename the files of an earlier run (report.html -> report-1.html); its page, if there is one."""
+    if not any((out / name).exists() for name in ("run.json", "report.html")):
+        return None
+    number = next(n for n in itertools.count(1) if not list(out.glob(f"*-{n}.[hj]*")))
+    for name in ("run.json", "report.html"):
+        file = out / name
+        if file.exists():
+            file.rename(file.with_stem(f"{file.stem}-{number}"))
+    return out / f"report-{number}.html"
 
 
 def describe(summary: Summary, baseline: Summary | None) -> list[str]:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from longmesh import checkpoint
 from longmesh.errors import CheckpointError, LongmeshError, NumbersError
+from longmesh.plan.words import count
 from longmesh.train.options import AUTO, TrainOptions
 
 
@@ -82,8 +83,8 @@ def load_state(
         )
     if len(run["losses"]) >= options.steps and options.resume != AUTO:
         raise LongmeshError(
-            f"{out} has {len(run['losses'])} steps already and steps={options.steps} were asked for; "
-            "give a larger --steps to continue"
+            f"{out} has {count(len(run['losses']), 'step')} already; give a larger --steps than "
+            f"{options.steps} to continue"
         )
     checkpoint.load(collect_state(model, optimizer), checkpoints.step_path(newest))
     return run["losses"]

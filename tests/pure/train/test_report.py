@@ -10,7 +10,7 @@ import pytest
 
 from longmesh.attention import masks, plan_attention
 from longmesh.errors import LongmeshError
-from longmesh.train import TrainOptions
+from longmesh.train.options import TrainOptions
 from longmesh.train.progress import StepRecord, describe_step
 from longmesh.train.report import Summary, describe, largest_difference, make_page, read_summary, write_report
 
@@ -80,7 +80,7 @@ def test_baselines_that_do_not_fit_are_refused(tmp_path):
     assert read(ONE).losses == ONE.losses
     for summary, changes, text in [
         (ONE, {"steps": 9}, "has 4 steps, this run will have 9; run it again with as many"),
-        (ONE, {"dim": 64}, "ran with dim=128 (here 64); compare runs that differ in the mesh only"),
+        (ONE, {"dim": 64}, "ran with --dim 128 (here 64); compare runs that differ in the mesh only"),
         (None, {}, "has no figures of a run in it"),
     ]:
         with pytest.raises(LongmeshError) as error:
@@ -93,3 +93,17 @@ def test_baselines_that_do_not_fit_are_refused(tmp_path):
 def test_a_step_in_one_line():
     line = describe_step(StepRecord(6, 2.34567, 0.5, 0.1), 20, 8192)
     assert line == "step  7/20  loss 2.3457  16,384 tokens/s  20% in communication"
+
+
+def test_the_files_of_an_earlier_run_are_kept(tmp_path):
+    options = TrainOptions(context=2, steps=3, seq_len=1000, out=str(tmp_path))
+    earlier = []
+    for number in (1, 2):
+        write_report(TWO, None, None, options)
+        earlier.append((tmp_path / "report.html").read_text())
+        said = write_report(ONE, None, None, options)
+        assert said.splitlines()[0] == f"the earlier run's page: {tmp_path / f'report-{2 * number - 1}.html'}"
+    assert (tmp_path / "report-1.html").read_text() == earlier[0]
+    assert json.loads((tmp_path / "run-1.json").read_text())["losses"] == TWO.losses
+    assert json.loads((tmp_path / "run-2.json").read_text())["losses"] == ONE.losses
+    assert json.loads((tmp_path / "run.json").read_text())["losses"] == ONE.losses

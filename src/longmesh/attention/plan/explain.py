@@ -12,7 +12,7 @@ from longmesh.attention.plan.choose import fullest_buffers
 from longmesh.attention.plan.predict import AS_FAST, MANY, SOME, Prediction, ranks_to_look_at
 from longmesh.attention.plan.schedule import WHO
 from longmesh.attention.plan.stats import RankStats, heads_of, rank_stats
-from longmesh.plan.render import format_bytes
+from longmesh.plan.words import count, format_bytes
 
 FEW_STAGES = 4  # that are shown of many, where many ranks pass keys on
 MOST_ROWS = 4  # of a batch, whose busiest ranks are shown
@@ -24,9 +24,9 @@ def explain(plan: AttentionPlan) -> str:
     stats = rank_stats(plan, shown)
     areas = _areas(plan)
     mean = max(areas.mean(), 1e-9)
-    shape = _count(plan.num_ranks, "rank")
+    shape = count(plan.num_ranks, "rank")
     if plan.inner > 1:
-        shape = f"{_count(plan.outer, 'group')} of {plan.inner} ranks"
+        shape = f"{count(plan.outer, 'group')} of {plan.inner} ranks"
     shares = plan.rows[0].shares
     groups = len(shares[0].groups) if shares else 1
     two = plan.kv_layout is not None
@@ -142,10 +142,6 @@ def human_us(us: float) -> str:
     return f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def _stage_lines(row: RowPlan, shown: Sequence[int] | None) -> list[str]:
     """For each stage and group: what arrives and which blocks run."""
     s = row.schedule
@@ -172,8 +168,8 @@ def _stage_lines(row: RowPlan, shown: Sequence[int] | None) -> list[str]:
             f = f[f[:, STAGE] == stage]
             tokens = int((f[:, STOP] - f[:, START]).sum())
             if tokens or len(mine):
-                arrives = f"{_count(tokens, 'key')} arrive{'s' * (tokens == 1)}, " if tokens else ""
-                done = f"{_count(len(mine), 'block')}, {_count(int(area(mine).sum()), 'pair')}"
+                arrives = f"{count(tokens, 'key')} arrive{'s' * (tokens == 1)}, " if tokens else ""
+                done = f"{count(len(mine), 'block')}, {count(int(area(mine).sum()), 'pair')}"
                 lines.append(f"    {who} {group}: {arrives}{done}")
     moved = int((s.queries[:, STOP] - s.queries[:, START]).sum())
     if moved:

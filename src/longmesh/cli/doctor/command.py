@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
-from longmesh.cli.arguments import USAGE_ERROR, Launch, RankRange, whole_number
+from longmesh.cli.arguments import Launch, RankRange, refuse, whole_number
 
 
 def add_parser(commands) -> None:
@@ -28,7 +27,11 @@ def add_parser(commands) -> None:
     doctor.add_argument(
         "--json", metavar="FILE", help="write all findings to FILE; attach it to a bug report"
     )
-    doctor.add_argument("--save", metavar="FILE", help="write the measurements as a Cluster, for cluster=")
+    doctor.add_argument(
+        "--save",
+        metavar="FILE",
+        help="write the measurements as a Cluster, for --cluster and cluster=; its name ends in .json",
+    )
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -36,8 +39,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     under_launcher = "RANK" in os.environ
     problem = find_problem(options, under_launcher)
     if problem is not None:
-        print(f"longmesh doctor: {problem}", file=sys.stderr)
-        return USAGE_ERROR
+        return refuse("longmesh doctor", problem)
     from longmesh.cli.doctor import program  # --help need not wait for torch
 
     if under_launcher:
@@ -63,6 +65,8 @@ def find_problem(options: argparse.Namespace, under_launcher: bool) -> str | Non
         problem = None if path is None else find_file_problem(path)
         if problem is not None:
             return f"{name} {path or repr(path)}: {problem}"
+    if options.save is not None and not options.save.endswith(".json"):
+        return f"--save {options.save}: give a name that ends in .json, by which --cluster and cluster= know a file"
     alone = os.environ.get("WORLD_SIZE") == "1" if under_launcher else options.ranks == 1
     if options.save is not None and alone:
         return "--save needs 2 ranks at least: links are measured between ranks"

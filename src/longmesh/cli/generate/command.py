@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from longmesh.cli.arguments import USAGE_ERROR, Launch, RankRange, number, whole_number
+from longmesh.cli.arguments import Launch, RankRange, flag, number, refuse, token_count, whole_number
+from longmesh.cli.generate.find_model import find_model_problem
+from longmesh.plan.named_clusters import find_cluster_problem
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 LARGEST = 1 << 31
@@ -42,7 +44,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--prompt", metavar="FILE", help="a text file, UTF-8")
     parser.add_argument(
-        "--random-tokens", type=whole_number, metavar="N", help="a prompt of N random tokens (default 4096)"
+        "--random-tokens", type=token_count, metavar="N", help="a prompt of N random tokens (default 4096)"
     )
     parser.add_argument(
         "--model",
@@ -51,18 +53,18 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--new-tokens",
-        type=whole_number,
+        type=token_count,
         default=32,
         metavar="N",
         help="tokens to generate, at most (default 32)",
     )
     parser.add_argument("--dtype", metavar="NAME", help=f"{', '.join(DTYPES)} (default: the model's)")
     parser.add_argument(
-        "--page", type=whole_number, default=256, metavar="N", help="tokens per page (default 256)"
+        "--page", type=token_count, default=256, metavar="N", help="tokens per page (default 256)"
     )
     parser.add_argument(
         "--chunk",
-        type=whole_number,
+        type=token_count,
         default=8192,
         metavar="N",
         help="prompt tokens per chunk (default 8192)",
@@ -87,8 +89,7 @@ def run_generate(options: argparse.Namespace) -> int:
     under_launcher = "RANK" in os.environ
     problem = find_problem(options, under_launcher)
     if problem is not None:
-        print(f"longmesh generate: {problem}", file=sys.stderr)
-        return USAGE_ERROR
+        return refuse("longmesh generate", problem)
     told = {name: getattr(options, name) for name in (*SIZES, "model", "dtype")}
     told["cluster"] = options.cluster
     told["prompt"] = None if options.prompt is None else str(Path(options.prompt).absolute())
@@ -100,8 +101,7 @@ def run_generate(options: argparse.Namespace) -> int:
         try:
             return program.main(told)
         except SystemExit as leaving:
-            print(f"longmesh generate: {leaving.code}", file=sys.stderr)
-            return USAGE_ERROR
+            return refuse("longmesh generate", str(leaving.code))
     ranks = options.ranks or 2
     launch = Launch(RankRange(ranks, ranks), options.threads, options.timeout)
     if not options.compare:
@@ -140,18 +140,22 @@ def find_problem(options: argparse.Namespace, under_launcher: bool) -> str | Non
     for name, least in SIZES.items():
         value = getattr(options, name)
         if value is not None and not least <= value <= LARGEST:
-            return f"--{name.replace('_', '-')} {value}: give {least} to {LARGEST}"
+            return f"{flag(name)} {value}: give {least} to {LARGEST}"
     if options.dtype is not None and options.dtype not in DTYPES:
-        return f"--dtype {options.dtype!r}: give one of {', '.join(DTYPES)}"
+        return f"--dtype {options.dtype or repr('')}: give one of {', '.join(DTYPES)}"
     if options.model == "":
         return "--model '': give a folder or a name; leave it out for a tiny random model"
-    if options.cluster is not None and (problem := _find_cluster_problem(options.cluster)) is not None:
-        return f"--cluster {options.cluster!r}: {problem}"
+    if options.cluster is not None and (problem := find_cluster_problem(options.cluster)) is not None:
+        return f"--cluster {options.cluster or repr('')}: {problem}"
     if options.prompt is not None and options.random_tokens is not None:
         return "--prompt and --random-tokens: give one of them"
-    if options.prompt is not None:
-        return find_text_problem(Path(options.prompt)) or _find_missing()
-    return _find_missing()
+    if options.prompt is not None and (problem := find_text_problem(Path(options.prompt))) is not None:
+        return problem
+    if find_spec("transformers") is None:
+        return "transformers is not installed; pip install 'longmesh[hf]'"
+    if options.model is not None and (problem := find_model_problem(options.model)) is not None:
+        return f"--model {options.model}: {problem}"
+    return None
 
 
 def find_text_problem(file: Path) -> str | None:
@@ -167,21 +171,4 @@ def find_text_problem(file: Path) -> str | None:
         return f"--prompt {file}: it is not UTF-8; give a text file"
     except OSError as error:
         return f"--prompt {file}: it can't be read: {error.strerror}; give a text file"
-    return None
-
-
-def _find_cluster_problem(cluster: str) -> str | None:
-    from longmesh.errors import LongmeshError
-    from longmesh.plan import cluster_of  # --help need not wait for it
-
-    try:
-        cluster_of(cluster)
-    except LongmeshError as error:
-        return str(error)
-    return None
-
-
-def _find_missing() -> str | None:
-    if find_spec("transformers") is None:
-        return "transformers is not installed; pip install 'longmesh[hf]'"
     return None
