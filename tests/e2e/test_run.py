@@ -208,3 +208,23 @@ def test_a_program_is_checked_from_its_first_collective_to_its_last(tmp_path: Pa
     assert sorted(done.stdout.splitlines()) == [f"[rank {r}] here __main__ 16.0" for r in range(2)]
     assert "CollectiveError: desync over axis 0 (ranks 0, 1): " in done.stderr
     assert "different.py:9" in done.stderr
+
+
+PART_WAYS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+x = torch.ones(4)
+dist.recv(x, src=0) if dist.get_rank() else dist.all_reduce(x)
+"""
+
+
+def test_a_rank_in_another_collective_ends_the_run_and_the_limit_is_told(tmp_path: Path) -> None:
+    done = run("--ranks", 2, "--timeout", 3, write(tmp_path, PART_WAYS))
+    assert done.returncode == 124, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "longmesh run: rank 1 came to another collective than others: recv of (4,) float32 at "
+    )
+    assert last.endswith("; the limit is 3 s (--timeout): give a larger one if ranks may wait for longer")

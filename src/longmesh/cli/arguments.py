@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 USAGE_ERROR = 2
 MOST_RANKS = MOST_THREADS = 1024  # of one machine
 LONGEST_S = 1e9
+DEFAULT_TIMEOUT_S = 900.0  # half of what torch waits; longmesh train has its own
 SCRIPT_ARGS = "args"  # the one argument that is a list
 
 

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from longmesh.cli.arguments import DEFAULT_TIMEOUT_S
 from longmesh.debug.watching import Board, Finding
 from longmesh.debug.watching.findings import find_idle
 from longmesh.debug.watching.status import STOPPED, UNSTARTED, RankStatus
 
 LOOK_S = 0.25
+REPORT_AFTER_S = 300.0
 # What passes between two looks counts for no more: the launcher may have been stopped itself.
 LONGEST_LOOK_S = 1.0
 
@@ -27,9 +29,15 @@ class WaitLimits(NamedTuple):
     `stopped_after`: that it may be stopped before the run ends, whether others wait for it or not.
     """
 
-    report_after: float = 300.0
+    report_after: float = REPORT_AFTER_S
     end_after: float | None = None
     stopped_after: float | None = None
+
+    @staticmethod
+    def of(timeout: float | None) -> WaitLimits:
+        """Those of a command's `--timeout`."""
+        limit = timeout or DEFAULT_TIMEOUT_S
+        return WaitLimits(min(REPORT_AFTER_S, limit), limit, limit)
 
 
 class IdleRanks:

@@ -64,8 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_launch_options(
         run,
         needs_ranks=True,
-        timeout="end the run when a rank keeps others waiting in a collective for S seconds (default: name that rank "
-        "after 300 s and continue)",
+        timeout="name a rank that keeps others waiting in a collective for S seconds and end the run (default 900; it "
+        "is named after 300)",
     )
     run.add_argument(
         "--check",

@@ -29,7 +29,6 @@ from longmesh.debug.watching import TIMED_OUT
 PIPE_CLOSED = 128 + signal.SIGPIPE
 # How long peers of a failed rank have to write down what became of them.
 SETTLE_S = 0.3
-REPORT_AFTER_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,18 @@ class Program:
     command: str = "longmesh run"
     mark: Callable[[], object] | None = None
 
+    def describe_limit(self, launch: Launch) -> str:
+        """The limit that a rank has kept others waiting for, and where it comes from."""
+        limit = launch.timeout or self.limits.stopped_after
+        source = "" if launch.timeout else ", the default"
+        return f"the limit is {limit:g} s (--timeout{source}): give a larger one if ranks may wait for longer"
 
-def run_script(script: str, args: Sequence[str], launch: Launch) -> int:
+
+def run_script(script: str, args: Sequence[str], launch: Launch, command: str = "longmesh run") -> int:
     """Run `script` on local ranks; the exit code of the first that failed, or 0."""
-    limit = launch.timeout
-    limits = WaitLimits(min(REPORT_AFTER_S, limit or REPORT_AFTER_S), limit, limit)
-    return run_program(Program(script, lambda num_ranks, again: args, limits), launch)
+    return run_program(
+        Program(script, lambda num_ranks, again: args, WaitLimits.of(launch.timeout), command), launch
+    )
 
 
 def run_program(program: Program, launch: Launch) -> int:
@@ -67,6 +72,8 @@ def run_program(program: Program, launch: Launch) -> int:
                 return ended.say(program.command, told, resumes=program.mark is not None)
             report = describe_exits(ended.exits, num_ranks, program.command)
             first = find_first(ended.exits)
+            if first.named is not None:
+                report += f"; {program.describe_limit(launch)}"
             if first.is_usage_error or told.signum is not None:
                 print(report, file=sys.stderr)
                 return first.exit_code

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import longmesh
+from longmesh.cli import run
 from longmesh.cli.main import main, make_parser
 
 SCRIPT = __file__
@@ -81,3 +82,16 @@ def test_what_follows_the_script_belongs_to_the_script() -> None:
     options = make_parser().parse_args(["run", "--ranks", "2", "a.py", "--ranks", "7", "-x", "--", "y"])
     assert (options.ranks, options.script) == ((2, 2), "a.py")
     assert options.args == ["--ranks", "7", "-x", "--", "y"]
+
+
+def test_scripts_are_watched_with_a_limit_by_default(monkeypatch, capsys) -> None:
+    """A rank in another collective than the others would mean torch's 30 minutes of silence."""
+    started = []
+    monkeypatch.setattr(run, "run_program", lambda program, launch: started.append((program, launch)) or 0)
+    for given, limits in (([], (300.0, 900.0, 900.0)), (["--timeout", "60"], (60.0, 60.0, 60.0))):
+        assert main(["run", "--ranks", "2", *given, SCRIPT]) == 0
+        program, launch = started[-1]
+        assert program.limits == limits
+        source = "" if given else ", the default"
+        said = f"the limit is {limits[1]:g} s (--timeout{source}): give a larger one if ranks may wait for longer"
+        assert program.describe_limit(launch) == said

@@ -50,7 +50,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
     ranks = options.ranks or max(2, torch.cuda.device_count())
     files = [str(Path(path).absolute()) if path else "" for path in (options.json, options.save)]
-    return run_script(program.__file__, files, Launch(RankRange(ranks, ranks)))
+    return run_script(program.__file__, files, Launch(RankRange(ranks, ranks)), "longmesh doctor")
 
 
 def find_problem(options: argparse.Namespace, under_launcher: bool) -> str | None:

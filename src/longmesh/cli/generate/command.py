@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
         "--timeout",
         type=number,
         metavar="S",
-        help="end the run when a rank keeps others waiting for S seconds (default: never)",
+        help="name a rank that keeps others waiting for S seconds and end the run (default 900)",
     )
     parser.add_argument("--prompt", metavar="FILE", help="a text file, UTF-8")
     parser.add_argument(
@@ -114,15 +114,14 @@ def run_generate(options: argparse.Namespace) -> int:
 
 def _start(told: dict[str, Any], launch: Launch) -> int:
     from longmesh.cli.idle import WaitLimits
-    from longmesh.cli.run import REPORT_AFTER_S, Program, run_program
+    from longmesh.cli.run import Program, run_program
 
     if sys.stdout.isatty():
         told = told | {"terminal": os.ttyname(sys.stdout.fileno())}
-    limit = launch.timeout
     program = Program(
         str(Path(__file__).with_name("program.py")),
         lambda num_ranks, again: [json.dumps(told)],
-        WaitLimits(min(REPORT_AFTER_S, limit or REPORT_AFTER_S), limit, limit),
+        WaitLimits.of(launch.timeout),
         command="longmesh generate",
     )
     return run_program(program, launch)
