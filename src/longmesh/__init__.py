@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from longmesh.tensor import (
         DTensor,
         capture,
+        compute_local_shape_and_global_offset,
         distribute_module,
         distribute_tensor,
         empty,
@@ -67,6 +68,7 @@ __all__ = [
     "ShardOrderEntry",
     "TensorMeta",
     "capture",
+    "compute_local_shape_and_global_offset",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -97,8 +99,8 @@ _HOMES = {
     "longmesh.plan": "Cluster Level Link Rate RedistributePlan named_cluster plan_redistribute",
     "longmesh.spec": "DTensorSpec Layout MaskPartial MeshShape Partial Placement Replicate Shard ShardOrderEntry"
     " TensorMeta",
-    "longmesh.tensor": "DTensor capture distribute_module distribute_tensor empty full get_rng_state"
-    " manual_seed ones rand randn set_rng_state zeros",
+    "longmesh.tensor": "DTensor capture compute_local_shape_and_global_offset distribute_module distribute_tensor"
+    " empty full get_rng_state manual_seed ones rand randn set_rng_state zeros",
     "longmesh.tensor.flex": "flex_attention",
     "longmesh.tiles": "tiled tiled_cross_entropy token_logprobs",
 }
@@ -106,7 +108,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 # Attributes that need no import of their own: `import longmesh; longmesh.parallel.ColwiseParallel`.
 _MODULES = (
     *("attention", "cache", "checkpoint", "comm", "debug", "errors", "experimental", "interop", "parallel"),
-    *("plan", "recurrent", "rules", "spec", "tensor", "testing", "tiles"),
+    *("placement_types", "plan", "recurrent", "rules", "spec", "tensor", "testing", "tiles"),
 )
 
 

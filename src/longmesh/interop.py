@@ -189,9 +189,9 @@ def _our_layout(tensor: Any) -> Layout:
 
 
 def _our_placement(placement: Any, tensor: Any) -> Placement:
-    if placement.is_replicate():
+    if type(placement) is theirs.Replicate:
         return Replicate()
-    if isinstance(placement, (theirs.Shard, TheirStridedShard)):
+    if type(placement) in (theirs.Shard, TheirStridedShard):
         return Shard(placement.dim)
     if type(placement) is theirs.Partial:
         return Partial(placement.reduce_op)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 
 import pytest
@@ -437,3 +438,32 @@ def many_shapes():
 def test_layouts_that_are_remembered_are_bounded(pool):
     for count, total, shape in pool.run(many_shapes, ranks=2):
         assert count <= 1 << 13 and total == 32.0 and shape == (4, 4)
+
+
+def shapes_and_offsets(mesh_shape):
+    """Against torch's private function of the same name, and against what ranks hold."""
+    from torch.distributed.tensor import Replicate as R, Shard as S
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as theirs
+
+    mesh = cpu_mesh(*mesh_shape)
+    wrong = []
+    for shape in ((5, 4), (1, 7), (8, 2), (0, 3)):
+        for dims in itertools.product((0, 1, None), repeat=mesh.ndim):
+            ours = [Replicate() if d is None else Shard(d - 2) for d in dims]
+            given = [R() if d is None else S(d) for d in dims]
+            found = longmesh.compute_local_shape_and_global_offset(shape, mesh, ours)
+            part = longmesh.zeros(shape, device_mesh=mesh, placements=ours).to_local()
+            if found[0] != tuple(part.shape) or found[0] != theirs(shape, mesh, given)[0]:
+                wrong.append((shape, dims, found))
+            if part.numel() and found[1] != theirs(shape, mesh, given)[1]:
+                wrong.append((shape, dims, found))
+            if longmesh.compute_local_shape_and_global_offset(shape, mesh, ours, True)[1] != ():
+                wrong.append((shape, dims))
+    x = longmesh.zeros((5, 4), device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
+    same = x._spec.placements == x.placements and x._spec.device_mesh is mesh
+    return wrong, same and tuple(x._spec.tensor_meta.shape) == (5, 4)
+
+
+def test_shape_and_offset_of_a_shard(pool):
+    assert pool.run(shapes_and_offsets, (3,), ranks=3) == [([], True)] * 3
+    assert pool.run(shapes_and_offsets, (2, 2), ranks=4) == [([], True)] * 4

@@ -17,6 +17,7 @@ MODULES = [
     *(["longmesh.hf"] if HAS_BRIDGES else []),
     "longmesh.interop",
     "longmesh.parallel",
+    "longmesh.placement_types",
     "longmesh.recurrent",
     "longmesh.testing",
 ]

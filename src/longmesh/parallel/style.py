@@ -25,6 +25,7 @@ from longmesh.comm import MeshComm, comm_anywhere
 from longmesh.comm.verify import gather_rows
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, MeshShape, Placement, Replicate
+from longmesh.spec.placement import check_kinds
 from longmesh.tensor import DTensor, distribute_tensor
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.meta import even_global_shape, joined_shape
@@ -53,11 +54,7 @@ class ParallelStyle(ABC):
 
 def check_placement(given: Any, argument: str) -> Placement:
     """A longmesh placement, or an error that names the argument."""
-    if not isinstance(given, Placement):
-        raise LongmeshError(
-            f"{argument}={given!r} ({type(given).__module__}) is not a longmesh placement; "
-            "use Shard, Replicate or Partial from longmesh"
-        )
+    check_kinds((given,), f"{argument}=")
     return given
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from longmesh.errors import LongmeshError
 from longmesh.spec.chunking import IntLike, nested_interval
 from longmesh.spec.mesh import Coordinate, HasMeshShape, MeshShape
-from longmesh.spec.placement import Partial, Placement, Replicate, Shard
+from longmesh.spec.placement import Partial, Placement, Replicate, Shard, check_kinds
 from longmesh.spec.shard_order import ShardOrder, ShardOrderEntry, default_shard_order, make_shard_order
 
 
@@ -54,6 +54,7 @@ class Layout:
         shard_order: Iterable[ShardOrderEntry | tuple[int, Sequence[int]]] | None = None,
     ) -> Layout:
         placements = tuple(placements)
+        check_kinds(placements)
         return _intern(MeshShape.of(mesh), placements, make_shard_order(placements, shard_order))
 
     @staticmethod
@@ -184,7 +185,7 @@ def _check(mesh: MeshShape, placements: tuple[Placement, ...]) -> None:
         if isinstance(placement, Shard) and placement.dim < 0:
             raise LongmeshError(
                 f"Shard({placement.dim}) on {mesh.axis_name(axis)}: a layout does not know how many dims the "
-                "tensor has; give a dim of 0 or more"
+                "tensor has; give a dim of 0 or more (DTensorSpec with a tensor_meta takes it as it is)"
             )
         if isinstance(placement, Partial) and placement.reduce_op not in ops:
             ops.append(placement.reduce_op)

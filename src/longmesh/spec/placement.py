@@ -9,11 +9,14 @@ MaskPartial() the pending result of a lookup: real rows where the index is ours,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from longmesh.errors import LongmeshError
+from longmesh.spec.chunking import IntLike, chunk_interval
 
 REDUCE_OPS = ("sum", "avg", "product", "min", "max")
 
@@ -59,6 +62,18 @@ class Shard(Placement):
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 
+    @staticmethod
+    def local_shard_size_and_offset(
+        curr_local_size: IntLike, num_chunks: int, rank: int
+    ) -> tuple[IntLike, IntLike]:
+        """How much of `curr_local_size` rank `rank` of an axis of `num_chunks` holds, and where that begins.
+
+        >>> [Shard.local_shard_size_and_offset(5, 4, rank) for rank in range(4)]
+        [(2, 0), (2, 2), (1, 4), (0, 5)]
+        """
+        start, length = chunk_interval(curr_local_size, num_chunks, rank)
+        return length, start
+
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})"
 
@@ -94,6 +109,10 @@ class Partial(Placement):
     """
 
     reduce_op: str = "sum"
+
+    ALL_REDUCE_OPS: ClassVar[tuple[str, ...]] = REDUCE_OPS
+    # Those of a sum: a linear op on what each rank holds is the op on the whole.
+    LINEAR_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg")
 
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
@@ -133,6 +152,44 @@ class MaskPartial(Partial):
 
     def __str__(self) -> str:
         return "MaskP"
+
+
+# What a layout is made of: a user's subclass would be taken for its base class.
+_KINDS = frozenset((Shard, Replicate, Partial, MaskPartial))
+
+
+def check_kinds(placements: Sequence[object], caller: str = "") -> None:
+    """Raise unless each placement is exactly of one of the classes above; the message begins with `caller`."""
+    if _KINDS.issuperset(map(type, placements)):
+        return
+    wrong = next(p for p in placements if type(p) not in _KINDS)
+    kind = type(wrong)
+    base = next((known for known in kind.__mro__ if known in _KINDS), None)
+    given = f"{caller}{wrong!r} ({kind.__module__}.{kind.__qualname__})"
+    if base is None:
+        raise LongmeshError(
+            f"{given} is not a longmesh placement; use Shard, Replicate and Partial from longmesh"
+        )
+    raise LongmeshError(
+        f"{given} is a subclass of {base.__name__}, and would be taken for it; use Shard, Replicate and Partial "
+        "themselves. For pieces in another order pass shard_order=; shard a weight that holds several matrices (gate "
+        "and up) as several tensors"
+    )
+
+
+def with_positive_dims(placements: Sequence[Placement], ndim: int, caller: str) -> tuple[Placement, ...]:
+    """Placements whose negative dims are counted from the end of a tensor of `ndim` dims."""
+    result: list[Placement] = []
+    for placement in placements:
+        if type(placement) is Shard and placement.dim < 0:
+            if placement.dim + ndim < 0:
+                raise LongmeshError(
+                    f"{caller}: {placement!r} is out of range for a tensor of {ndim} dims; "
+                    + (f"allowed are {-ndim} to {ndim - 1}" if ndim else "a scalar can't be sharded")
+                )
+            placement = Shard(placement.dim + ndim)
+        result.append(placement)
+    return tuple(result)
 
 
 def identity_of(reduce_op: str, dtype: torch.dtype) -> float | int | bool:

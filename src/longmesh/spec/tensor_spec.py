@@ -12,7 +12,7 @@ from longmesh.errors import LongmeshError
 from longmesh.spec.chunking import IntLike
 from longmesh.spec.layout import Layout
 from longmesh.spec.mesh import Coordinate, HasMeshShape, MeshShape
-from longmesh.spec.placement import Partial, Placement, Replicate, Shard
+from longmesh.spec.placement import Partial, Placement, Replicate, Shard, with_positive_dims
 from longmesh.spec.shard_order import ShardOrder, ShardOrderEntry
 
 
@@ -55,7 +55,12 @@ class DTensorSpec:
         tensor_meta: TensorMeta | None = None,
         shard_order: Iterable[ShardOrderEntry | tuple[int, Sequence[int]]] | None = None,
     ) -> None:
-        layout = placements if isinstance(placements, Layout) else Layout(mesh, placements, shard_order)
+        if isinstance(placements, Layout):
+            layout = placements
+        else:
+            if tensor_meta is not None:
+                placements = with_positive_dims(placements, len(tensor_meta.shape), "DTensorSpec")
+            layout = Layout(mesh, placements, shard_order)
         if tensor_meta is not None:
             layout.check_ndim(len(tensor_meta.shape), tensor_meta.shape)
         object.__setattr__(self, "mesh", mesh)

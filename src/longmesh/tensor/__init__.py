@@ -6,7 +6,11 @@ from longmesh.tensor.dtensor import DTensor, Factor  # isort: skip
 from longmesh._torch.process_wide import use_foreach_path, watch_parameters
 from longmesh.tensor.capture import capture
 from longmesh.tensor.dispatch import dispatch as dispatcher
-from longmesh.tensor.distribute import distribute_module, distribute_tensor
+from longmesh.tensor.distribute import (
+    compute_local_shape_and_global_offset,
+    distribute_module,
+    distribute_tensor,
+)
 from longmesh.tensor.factory import empty, full, ones, rand, randn, zeros
 from longmesh.tensor.functions import take_weight
 from longmesh.tensor.initial_state import watch_recurrent
@@ -26,6 +30,7 @@ watch_parameters(watch_recurrent)
 __all__ = [
     "DTensor",
     "capture",
+    "compute_local_shape_and_global_offset",
     "distribute_module",
     "distribute_tensor",
     "empty",

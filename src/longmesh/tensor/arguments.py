@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh._torch import entered_meshes
 from longmesh._torch.process_groups import root_of
 from longmesh.errors import LongmeshError
-from longmesh.spec import Placement, Shard
+from longmesh.spec import Placement
+from longmesh.spec.placement import check_kinds, with_positive_dims
 
 
 def resolve_mesh(mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
@@ -42,19 +43,5 @@ def check_scalar_mesh(mesh: DeviceMesh, other: DeviceMesh) -> None:
 
 def normalize_placements(placements: Sequence[Placement], ndim: int, caller: str) -> tuple[Placement, ...]:
     """Placements with negative dims counted from the end, each of longmesh's own classes."""
-    result: list[Placement] = []
-    for placement in placements:
-        if not isinstance(placement, Placement):
-            raise LongmeshError(
-                f"{caller}: {placement!r} ({type(placement).__module__}) is not a longmesh placement; "
-                "use Shard, Replicate and Partial from longmesh"
-            )
-        if isinstance(placement, Shard) and placement.dim < 0:
-            if placement.dim + ndim < 0:
-                raise LongmeshError(
-                    f"{caller}: {placement!r} is out of range for a tensor of {ndim} dims; "
-                    + (f"allowed are {-ndim} to {ndim - 1}" if ndim else "a scalar can't be sharded")
-                )
-            placement = Shard(placement.dim + ndim)
-        result.append(placement)
-    return tuple(result)
+    check_kinds(placements, f"{caller}: ")
+    return with_positive_dims(placements, ndim, caller)

@@ -131,6 +131,31 @@ def _make_local(tensor: torch.Tensor, mesh: DeviceMesh, layout: Layout, source: 
     return run_plan(plan, local, comm)
 
 
+def compute_local_shape_and_global_offset(
+    global_shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    skip_offset: bool = False,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's part of a tensor of `global_shape`, and where in the tensor the part begins.
+
+    Local: communicates nothing. With `skip_offset` the offset is empty; on a rank outside of the mesh the part has the
+    shape (0,). For the parts of other ranks, or without processes: `Layout.local_shape` and `local_offset`.
+
+    >>> compute_local_shape_and_global_offset((5, 4), mesh, [Shard(0)])
+    ((3, 4), (0, 0))
+    """
+    shape = tuple(global_shape)
+    given = normalize_placements(placements, len(shape), "compute_local_shape_and_global_offset")
+    layout, coordinate = Layout(mesh, given), mesh.get_coordinate()
+    layout.check_ndim(len(shape), shape)
+    if coordinate is None:
+        return (0,), ()
+    where = tuple(coordinate)
+    offset = () if skip_offset else layout.local_offset(shape, where)
+    return layout.local_shape(shape, where), offset  # pyright: ignore[reportReturnType]
+
+
 def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,

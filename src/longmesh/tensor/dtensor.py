@@ -36,6 +36,7 @@ from longmesh.spec import (
     Replicate,
     ShardOrder,
 )
+from longmesh.spec.placement import check_kinds
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.compiling import Traceable, between_graphs
 from longmesh.tensor.foreign import refuse_fsdp, refuse_memory, refuse_transformed
@@ -368,6 +369,9 @@ def _from_local(
     if functorch_level() is not None and is_transformed(local):
         refuse_transformed("from_local")
     given = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+    check_kinds(
+        given, "from_local: "
+    )  # here: a subclass may claim to equal a placement whose layout is known
     if options == (None, None, None, None) and not run_check and not local.requires_grad:
         return _of_equal_parts(local, mesh, given)
     shape, stride, grad_placements, shard_order = options

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.comm import MeshComm, comm_anywhere
 from longmesh.plan import RedistributePlan, plan_redistribute
-from longmesh.spec import Layout, MaskPartial
+from longmesh.spec import Layout, MaskPartial, Placement
 
 
 class Kind:
@@ -82,6 +82,16 @@ class TensorLayout:
     # The class of tensors that are laid out so, and where torch finds shape and stride: here.
     tensor_class: type
     tensor_meta: TensorLayout
+
+    # What programs written for torch read of `x._spec`.
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self.layout.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self.mesh
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorLayout:
         return self

@@ -210,3 +210,17 @@ def test_mistakes(make, text):
     with pytest.raises(LongmeshError) as error:
         make()
     assert text in str(error.value)
+
+
+def test_a_spec_knows_how_many_dims_there_are():
+    spec = DTensorSpec(MeshShape((4,)), [Shard(-1)], META)
+    assert spec.placements == (Shard(1),)
+    assert spec.local_shape((3,)) == (8, 0)
+    with pytest.raises(
+        LongmeshError, match=r"DTensorSpec: Shard\(dim=-3\) is out of range for a tensor of 2 dims"
+    ):
+        DTensorSpec(MeshShape((4,)), [Shard(-3)], META)
+    with pytest.raises(
+        LongmeshError, match=r"give a dim of 0 or more \(DTensorSpec with a tensor_meta takes it"
+    ):
+        Layout(MeshShape((4,)), [Shard(-1)])
