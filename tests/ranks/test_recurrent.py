@@ -14,7 +14,17 @@ from longmesh.testing import cpu_mesh
 from support.recurrences import WHOLE, call_layer, draw, expect, token_dim
 
 LAYERS = (
-    *("delta", "delta_diagonal", "linear", "linear_diagonal", "ssd", "selective", "diagonal", "conv"),
+    *(
+        "delta",
+        "delta_diagonal",
+        "linear",
+        "linear_diagonal",
+        "ssd",
+        "selective",
+        "diagonal",
+        "factor",
+        "conv",
+    ),
     *("wkv", "mlstm", "shift"),
 )
 # (tokens, documents, exchange): uneven and empty spans, documents that end at borders and inside chunks

@@ -62,6 +62,16 @@ def diagonal_loop(x, g, initial, starts) -> tuple[Tensor, Tensor]:
     return _stacked(outputs, x, 1), state
 
 
+def factor_loop(x, a, initial, starts) -> tuple[Tensor, Tensor]:
+    """(batch, tokens, channels)."""
+    state, outputs = initial, []
+    for t in range(x.shape[1]):
+        state = state * 0 if t in starts else state
+        state = a[:, t] * state + x[:, t]
+        outputs.append(state)
+    return _stacked(outputs, x, 1), state
+
+
 def wkv_loop(k, v, decay, first, starts) -> tuple[Tensor, Tensor]:
     """(batch, tokens, channels)."""
     numerator = denominator = 0 * decay
@@ -161,6 +171,12 @@ def draw(layer: str, seq_len: int, dtype: torch.dtype = torch.float64, rows: int
             "g": -2 * uniform(rows, seq_len, 4),
             "initial": normal(rows, 4),
         }
+    elif layer == "factor":  # of which some are 0
+        drawn = {
+            "x": normal(rows, seq_len, 4),
+            "factor": (1.2 * uniform(rows, seq_len, 4) - 0.2).clamp_min(0),
+            "initial": normal(rows, 4),
+        }
     elif layer == "wkv":
         drawn = {
             "k": 3 * normal(rows, seq_len, 4),
@@ -205,6 +221,7 @@ LOOPS = {
     "ssd": ssd_loop,
     "selective": selective_loop,
     "diagonal": diagonal_loop,
+    "factor": factor_loop,
     "wkv": wkv_loop,
     "mlstm": mlstm_loop,
     "shift": shift_loop,
@@ -237,6 +254,8 @@ def call_layer(rp, layer: str, given: dict[str, Tensor]) -> tuple[Tensor, Tensor
             return rp.linear_attention(*values, initial_state=initial, final=True)
         case "diagonal":
             return rp.diagonal_scan(*values, initial_state=initial, final=True)
+        case "factor":
+            return rp.diagonal_scan(values[0], factor=values[1], initial_state=initial, final=True)
         case "ssd":
             return rp.ssd(*values, initial_state=initial, final=True)
         case _:

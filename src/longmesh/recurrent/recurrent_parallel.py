@@ -237,11 +237,25 @@ class RecurrentParallel:
         return self._run("selective_scan", SelectiveScan(), given, x.dtype, final)
 
     def diagonal_scan(
-        self, x: Tensor, decay: Tensor, *, initial_state: Tensor | None = None, final: bool = False
+        self,
+        x: Tensor,
+        decay: Tensor | None = None,
+        *,
+        factor: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        final: bool = False,
     ) -> Result:
-        """h_t = exp(decay) h + x of each channel by itself: (batch, tokens, channels), as an RG-LRU has it."""
-        given = {"x": x, "decay": decay, "initial_state": initial_state}
-        return self._run("diagonal_scan", DiagonalScan(), given, x.dtype, final)
+        """h_t = exp(decay) h + x of each channel by itself: (batch, tokens, channels), as an RG-LRU has it.
+
+        If exp(decay) may be 0, pass it as `factor` instead of its logarithm: torch.log has no gradient at 0, and NaN
+        would come out.
+        """
+        if (decay is None) == (factor is None):
+            raise LongmeshError(
+                "diagonal_scan: pass decay=, a logarithm, or factor=, what the state is multiplied with; one of them"
+            )
+        given = {"x": x, "decay": decay, "factor": factor, "initial_state": initial_state}
+        return self._run("diagonal_scan", DiagonalScan(factor is not None), given, x.dtype, final)
 
     def wkv(self, k: Tensor, v: Tensor, decay: Tensor, first: Tensor) -> Tensor:
         """RWKV 4: the mean of v over earlier tokens, weighted by exp(k) and decaying, with the token itself weighted by

@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, str]] = {
         "D": "D",
         "initial_state": "BDN",
     },
-    "diagonal_scan": {"x": "BTD", "decay": "BTD", "initial_state": "BD"},
+    "diagonal_scan": {"x": "BTD", "decay": "BTD", "factor": "BTD", "initial_state": "BD"},
     "causal_conv1d": {"x": "BDT", "weight": "DW", "bias": "D", "initial_state": "BDS"},
     "wkv": {"k": "BTD", "v": "BTD", "decay": "D", "first": "D"},
     "mlstm": {**_QKV, "i": "BTH", "f": "BTH"},

@@ -6,6 +6,7 @@ import torch
 from longmesh.errors import LongmeshError
 from longmesh.recurrent import RecurrentParallel
 from longmesh.recurrent.signature import SHAPES, find_sizes
+from support.recurrences import call_layer, draw, expect
 
 SIZES = {"B": 2, "T": 5, "H": 4, "K": 3, "V": 6, "P": 7, "G": 2, "N": 8, "D": 9, "W": 4, "S": 3}
 
@@ -89,6 +90,45 @@ def test_decays_to_nothing_are_numbers():
     assert q.grad.isfinite().all()
     assert decay.grad is not None
     assert decay.grad.flatten().tolist() == [0.0, 2.0, 0.0, 2.0]
+
+
+def test_a_factor_of_nothing_has_a_gradient():
+    """torch.log has none at 0: the gradient of what the logarithm was taken of is NaN."""
+    rp = RecurrentParallel(None, seq_len=3)
+    x, gate = torch.tensor([2.0, 1.0, 1.0]).view(1, 3, 1), torch.tensor([0.5, 0.0, 0.5]).view(1, 3, 1)
+    gate.requires_grad_()
+    out = rp.diagonal_scan(x, factor=gate)
+    assert out.flatten().tolist() == [2.0, 1.0, 1.5]
+    out.sum().backward()
+    assert gate.grad is not None
+    assert gate.grad.flatten().tolist() == [0.0, 3.0, 1.0]
+    with pytest.raises(LongmeshError, match="diagonal_scan: pass decay=, a logarithm, or factor="):
+        rp.diagonal_scan(x)
+    with pytest.raises(LongmeshError, match="one of them"):
+        rp.diagonal_scan(x, gate, factor=gate)
+
+
+LAYERS = ("delta", "delta_diagonal", "linear", "linear_diagonal", "diagonal", "mlstm")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("lowest", [-torch.inf, -1e30, -120.0])
+def test_logarithms_of_nothing_have_gradients_in_every_layer(layer, lowest):
+    # mlstm divides by a sum that may cancel, so that single precision is a poor check of it.
+    dtype = torch.float64 if layer == "mlstm" else torch.float32
+    given = {name: x.detach().to(dtype) for name, x in draw(layer, 70).items()}
+    name = "f" if layer == "mlstm" else "g"
+    given[name][:, [3, 40, 41]] = lowest
+    given = {name: x.requires_grad_() for name, x in given.items()}
+    out, _ = call_layer(RecurrentParallel(None, seq_len=70), layer, given)
+    wide = {name: x.detach().double().requires_grad_() for name, x in given.items()}
+    wanted, _ = expect(layer, wide, None)
+    for found, right in zip(
+        torch.autograd.grad(out.sum(), list(given.values())),
+        torch.autograd.grad(wanted.sum(), list(wide.values())),
+        strict=True,
+    ):
+        torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
 
 
 def test_the_skip_of_a_wider_type_does_not_widen_the_outputs():

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from longmesh.hf.mixers.convolution import causal_conv1d_fn
 from longmesh.hf.mixers.state import current_recurrence, refuse_cache
 
-_NEVER = -1e4  # the logarithm of a decay to nothing
-
 
 def convolve(self: Any, x: Tensor) -> Tensor:
     """nn.Conv1d.forward of a causal convolution; the block takes as many outputs as there are tokens."""
@@ -32,9 +30,9 @@ def scan(
     layers = current_recurrence(through_padding=True)
     if layers is None:
         return hidden_states * (1 + recurrent_gate.tanh()), None
-    # At position 0 nothing is kept; a logarithm of 0 must not enter the running sums.
-    decay = torch.where(reset, _NEVER, recurrent_gate.masked_fill(reset, 1.0).log())
-    out = layers.diagonal_scan(hidden_states, decay)
+    out = layers.diagonal_scan(
+        hidden_states, factor=recurrent_gate.masked_fill(reset, 0.0)
+    )  # a gate may be 0
     assert isinstance(out, Tensor)
     return out, None
 

@@ -1,7 +1,8 @@
-"""A linear recurrence of each channel by itself: h_t = exp(g_t) h_(t-1) + x_t, and h_t is the output (RG-LRU).
+"""A linear recurrence of each channel by itself: h_t = a_t h_(t-1) + x_t, and h_t is the output (RG-LRU).
 
-What decays over several tokens is exp of a running sum; the chunk's own part is a loop over its tokens, all chunks at
-once.
+Factors a = exp(g) are given by their logarithms g, and what is left after several tokens is exp of a running sum. Or
+they are given themselves: a factor of 0 has a gradient, and its logarithm has none. The chunk's own part is a loop over
+its tokens, all chunks at once.
 
 Shapes: N chunks, B batch, C tokens, D channels.
 """
@@ -32,14 +33,18 @@ class DiagonalReading:
 
 @dataclass(frozen=True)
 class DiagonalScan:
-    """Inputs x, g (batch, tokens, channels)."""
+    """Inputs x, g (batch, tokens, channels); factors in the place of g if `by_factor`."""
 
+    by_factor: bool = False
     name: str = "diagonal scan"
     chunk: int = 32
     chunks_at_once: int = 32
     token_dim: int = 1
 
     def split(self, inputs: Sequence[Tensor], chunks: Chunks) -> list[Tensor]:
+        if self.by_factor:  # padding lets states pass
+            missing = chunks.count * chunks.size - inputs[1].shape[1]
+            inputs = [inputs[0], torch.nn.functional.pad(inputs[1], (0, 0, 0, missing), value=1.0)]
         return [chunks.split(x.unsqueeze(2)).squeeze(2) for x in inputs]
 
     def join(self, outputs: Tensor, chunks: Chunks) -> Tensor:
@@ -50,9 +55,10 @@ class DiagonalScan:
 
     def form(self, inputs: Sequence[Tensor], chunks: Chunks) -> Form:
         x, g = inputs
-        left = g.cumsum(-2).exp()
+        factor = g if self.by_factor else g.exp()
+        left = _products(factor) if self.by_factor else g.cumsum(-2).exp()
         left = left if chunks.enters is None else left * chunks.enters.squeeze(2)
-        local = _walk(x, g, chunks)
+        local = _walk(x, factor, chunks)
         passing = left[..., -1, :]
         return Form(
             Transitions(passing, ELEMENTWISE), local[..., -1, :], lambda: DiagonalReading(left, local)
@@ -65,13 +71,20 @@ class DiagonalScan:
         return (kept * gradient).sum(-2)
 
 
-def _walk(x: Tensor, g: Tensor, chunks: Chunks) -> Tensor:
+def _products(factor: Tensor) -> Tensor:
+    """Running products. The gradient of torch.cumprod looks for zeros, for which the host waits."""
+    found = [factor[..., 0, :]]
+    for t in range(1, factor.shape[-2]):
+        found.append(found[-1] * factor[..., t, :])
+    return torch.stack(found, -2)
+
+
+def _walk(x: Tensor, factor: Tensor, chunks: Chunks) -> Tensor:
     """The recurrence of each chunk alone, from nothing."""
-    decay = g.exp()
     state = x[..., 0, :]
     states = [state]
     for t in range(1, chunks.size):
-        kept = decay[..., t, :] * state
+        kept = factor[..., t, :] * state
         if chunks.same is not None:
             kept = kept * chunks.same[..., 0, t, t - 1].unsqueeze(-1)
         state = kept + x[..., t, :]
