@@ -4,6 +4,8 @@ A user's mistake is a `LongmeshError` (a `ValueError`): its text says what was g
 allowed, and the cheapest fix. A broken invariant of our own is an `AssertionError`.
 """
 
+import operator
+
 __all__ = ["CheckpointError", "CollectiveError", "LongmeshError", "NotDistributedError", "NumbersError"]
 
 
@@ -65,3 +67,11 @@ class NumbersError(RuntimeError):
         ...
     longmesh.errors.NumbersError: step 7: copies of w differ: rank 1 (b) holds other values than 2 others; ...
     """
+
+
+def whole_number(what: str, value: object) -> int:
+    """The value as an int, if it is an integer of any kind; `what` names it in the error."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise LongmeshError(f"{what} must be a whole number, given {value!r}") from None

@@ -9,6 +9,7 @@ from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.document import chunked, documents, from_cu_seqlens
 from longmesh.attention.mask.mask_mod import from_block_mask, mask_mod
 from longmesh.attention.mask.prefix import prefix_lm
+from longmesh.attention.mask.slices import make_slices
 
 __all__ = [
     "Mask",
@@ -18,6 +19,7 @@ __all__ = [
     "from_block_mask",
     "from_cu_seqlens",
     "full",
+    "make_slices",
     "mask_mod",
     "prefix_lm",
     "sliding_window",

@@ -64,7 +64,8 @@ def unions_of_slices(draw, seq_len: int) -> Slices:
     for _ in range(draw(st.integers(1, 5))):
         (q0, q1), (k0, k1) = (sorted(draw(st.tuples(bound, bound))) for _ in range(2))
         lo, hi = draw(edge), draw(edge)
-        found.append((q0, q1, k0, k1, -UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi))
+        lo, hi = sorted((-UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi))
+        found.append((q0, q1, k0, k1, lo, hi))
     return Slices(tuple(found))
 
 

@@ -40,8 +40,10 @@ bound = st.one_of(st.just(None), st.integers(-12, 12))
 
 @st.composite
 def bands(draw, seq_len: int):
-    q0, q1, k0, k1 = (draw(st.integers(0, seq_len)) for _ in range(4))
+    (q0, q1), (k0, k1) = (sorted(draw(st.integers(0, seq_len)) for _ in range(2)) for _ in range(2))
     lo, hi = draw(bound), draw(bound)
+    if lo is not None and hi is not None:
+        lo, hi = sorted((lo, hi))
     return (q0, q1, k0, k1, -UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi)
 
 

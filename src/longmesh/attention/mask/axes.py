@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longmesh.attention.mask.base import Mask
+from longmesh.attention.mask.base import Mask, slices_between, slices_of
 from longmesh.attention.mask.slices import Q0, Q1, shift_band
 from longmesh.errors import LongmeshError
 
@@ -55,8 +55,10 @@ def axes_of(mask: Mask, seq_len: int, kv_len: int | None, q_offset: int | None) 
 def slices_on(mask: Mask, axes: Axes, row: int = 0, num_heads: int = 1) -> np.ndarray:
     """The visible pairs of a batch row as slices, queries and keys both numbered from 0."""
     if axes.is_one_sequence:
-        return mask.slices(axes.seq_len, row=row, num_heads=num_heads)
+        return slices_of(mask, axes.seq_len, row=row, num_heads=num_heads)
     first = axes.q_offset
-    found = mask.slices_between(first, first + axes.seq_len, axes.kv_len, row=row, num_heads=num_heads).copy()
+    found = slices_between(
+        mask, first, first + axes.seq_len, axes.kv_len, row=row, num_heads=num_heads
+    ).copy()
     found[:, [Q0, Q1]] -= first
     return shift_band(found, np.full(len(found), first))

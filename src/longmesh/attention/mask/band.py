@@ -14,10 +14,10 @@ import dataclasses
 
 import numpy as np
 
-from longmesh.attention.mask.base import Mask, whole_number
+from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.block import UNBOUNDED
 from longmesh.attention.mask.slices import make_slices
-from longmesh.errors import LongmeshError
+from longmesh.errors import LongmeshError, whole_number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,13 @@ mask are disjoint, elementwise ones included.
 
 import abc
 import dataclasses
-import operator
 from typing import Any, Literal
 
 import numpy as np
 
 from longmesh.attention.mask.block import UNBOUNDED
 from longmesh.attention.mask.slices import clip, intersect, union
+from longmesh.attention.user_written import check_slices, is_user_written
 from longmesh.errors import LongmeshError
 
 
@@ -44,7 +44,7 @@ class Mask(abc.ABC):
         Queries may stand before the first key or behind the last one. Unless a mask knows better, they are rows of the
         mask over all these positions, and one before the first key sees nothing.
         """
-        whole = self.slices(max(stop, kv_len), row=row, num_heads=num_heads)
+        whole = slices_of(self, max(stop, kv_len), row=row, num_heads=num_heads)
         return clip(whole, (start, stop), (0, kv_len))
 
     @property
@@ -76,6 +76,20 @@ class Mask(abc.ABC):
 
     def __or__(self, other: "Mask") -> "Mask":
         return Either(self, _checked(other, "|"))
+
+
+def slices_of(mask: Mask, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
+    """`mask.slices`, checked if a user wrote the mask."""
+    found = mask.slices(seq_len, row=row, num_heads=num_heads)
+    return check_slices(mask, found, (0, seq_len), seq_len) if is_user_written(mask) else found
+
+
+def slices_between(
+    mask: Mask, start: int, stop: int, kv_len: int, *, row: int = 0, num_heads: int = 1
+) -> np.ndarray:
+    """`mask.slices_between`, checked if a user wrote the mask."""
+    found = mask.slices_between(start, stop, kv_len, row=row, num_heads=num_heads)
+    return check_slices(mask, found, (start, stop), kv_len) if is_user_written(mask) else found
 
 
 def _checked(other: object, operator: str) -> Mask:
@@ -128,7 +142,7 @@ class Pair(Mask):
     def slices(self, seq_len: int, *, row: int = 0, num_heads: int = 1) -> np.ndarray:
         sides = (self.left, self.right)
         return self.join(
-            *(side.slices(seq_len, row=row % side.num_rows, num_heads=num_heads) for side in sides)
+            *(slices_of(side, seq_len, row=row % side.num_rows, num_heads=num_heads) for side in sides)
         )
 
     def slices_between(
@@ -136,7 +150,7 @@ class Pair(Mask):
     ) -> np.ndarray:
         return self.join(
             *(
-                side.slices_between(start, stop, kv_len, row=row % side.num_rows, num_heads=num_heads)
+                slices_between(side, start, stop, kv_len, row=row % side.num_rows, num_heads=num_heads)
                 for side in (self.left, self.right)
             )
         )
@@ -170,11 +184,3 @@ class Either(Pair):
 
     def __str__(self) -> str:
         return f"({self.left} | {self.right})"
-
-
-def whole_number(what: str, value: object) -> int:
-    """The value as an int, if it is an integer of any kind; `what` names it in the error."""
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise LongmeshError(f"{what} must be a whole number, given {value!r}") from None

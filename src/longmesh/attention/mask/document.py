@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from longmesh.attention.mask.band import causal
-from longmesh.attention.mask.base import Mask, whole_number
+from longmesh.attention.mask.base import Mask, slices_of
 from longmesh.attention.mask.paired_documents import PairedDocuments
 from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, shift, tighten
-from longmesh.errors import LongmeshError
+from longmesh.errors import LongmeshError, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _pack(lengths: np.ndarray, within: Mask, num_heads: int) -> np.ndarray:
         return tighten(out)
     parts = [np.zeros((0, COLUMNS), dtype=np.int64)]
     for length in sorted(set(lengths.tolist())):
-        lowered = within.slices(length, num_heads=num_heads)
+        lowered = slices_of(within, length, num_heads=num_heads)
         at = starts[lengths == length]
         parts.append(shift(np.tile(lowered, (len(at), 1)), np.repeat(at, len(lowered))))
     out = np.concatenate(parts)

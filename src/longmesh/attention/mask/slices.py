@@ -13,20 +13,43 @@ exact. Pitfall: an unbounded side is +-UNBOUNDED, never the extreme of int64, so
 position to it cannot overflow; but two bounds must not be added to each other.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from longmesh.attention.mask.block import UNBOUNDED
+from longmesh.errors import LongmeshError, whole_number
 
 Q0, Q1, K0, K1, LO, HI, EW = range(7)
 COLUMNS = 7
 Array = np.ndarray
 
 
-def make_slices(*rows: tuple[int, ...]) -> Array:
-    """Slices from tuples `(q0, q1, k0, k1[, lo, hi[, elementwise]])`, tightened."""
+def make_slices(*rows: Sequence[int]) -> Array:
+    """Slices from tuples `(q0, q1, k0, k1[, lo, hi[, elementwise]])`, tightened: empty ones are left out.
+
+    >>> masks.make_slices((0, 8, 0, 8, -2, 0), (8, 8, 0, 8)).tolist()  # a window, and nothing
+    [[0, 8, 0, 8, -2, 0, 0]]
+    """
     default = (0, 0, 0, 0, -UNBOUNDED, UNBOUNDED, 0)
-    full = [tuple(row) + default[len(row) :] for row in rows]
+    full = [(*_checked_row(row), *default[len(row) :]) for row in rows]
     return tighten(np.array(full, dtype=np.int64).reshape(-1, COLUMNS))
+
+
+def _checked_row(row: Sequence[int]) -> Sequence[int]:
+    if len(row) not in (4, 6, 7):
+        raise LongmeshError(
+            f"make_slices: {tuple(row)} has {len(row)} numbers; a slice is (q0, q1, k0, k1), with (lo, hi) if it is a "
+            "band, and 1 behind them if the mask is asked for each pair"
+        )
+    row = [whole_number(f"make_slices: each number of {tuple(row)}", number) for number in row]
+    for what, low, high in zip(("queries", "keys", "key - query"), row[:6:2], row[1:6:2], strict=False):
+        if low > high:
+            raise LongmeshError(
+                f"make_slices: {tuple(row)} ends before it begins: {what} from {low} to {high}; "
+                "the order is (q0, q1, k0, k1, lo, hi)"
+            )
+    return row
 
 
 def tighten(slices: Array) -> Array:
@@ -167,6 +190,22 @@ def subtract_each(slices: Array, which: Array, rectangles: Array) -> Array:
             parts.append(tighten(piece))
         left = np.concatenate(parts)
     return left[:, :-1]
+
+
+def first_overlap(slices: Array) -> tuple[int, int] | None:
+    """The numbers of two slices that have a pair in common; None if no two do. In parts, which bounds the memory."""
+    order = np.argsort(slices[:, Q0], kind="stable")
+    s = slices[order]
+    for begin in range(0, len(s), 256):
+        part = s[begin : begin + 256]
+        near = s[begin : np.searchsorted(s[:, Q0], part[:, Q1].max())]
+        a, b = overlaps(part[:, Q0], part[:, Q1], near[:, Q0], near[:, Q1])
+        keep = (a < b) & (part[a, K0] < near[b, K1]) & (part[a, K1] > near[b, K0])
+        for i, j in zip(a[keep].tolist(), b[keep].tolist(), strict=True):
+            if len(intersect(part[i : i + 1], near[j : j + 1])):
+                first, second = sorted((int(order[begin + i]), int(order[begin + j])))
+                return first, second
+    return None
 
 
 def union(left: Array, right: Array) -> Array:

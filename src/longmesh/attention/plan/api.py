@@ -18,13 +18,13 @@ from longmesh.attention.layout.given import Given
 from longmesh.attention.layout.named import layout_of
 from longmesh.attention.mask.axes import Axes, axes_of
 from longmesh.attention.mask.band import causal
-from longmesh.attention.mask.base import Mask, whole_number
+from longmesh.attention.mask.base import Mask
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
 from longmesh.attention.plan.choose import auto_layouts, fastest
 from longmesh.attention.plan.cut import Asked, Cuts, cut_both, slices_in
 from longmesh.attention.plan.head_sizes import HeadSizes
 from longmesh.attention.plan.schedule import make_schedule
-from longmesh.errors import LongmeshError
+from longmesh.errors import LongmeshError, whole_number
 from longmesh.plan.cluster import Cluster
 from longmesh.plan.named_clusters import cluster_of
 

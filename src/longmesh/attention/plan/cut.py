@@ -16,6 +16,7 @@ from longmesh.attention.layout.base import Layout, Ownership, Workload, collect,
 from longmesh.attention.mask.axes import Axes, slices_on
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import HI, K0, K1, LO, Q0, Q1, stride_slices
+from longmesh.attention.user_written import check_moved, is_user_written
 from longmesh.errors import LongmeshError
 
 
@@ -92,7 +93,9 @@ def _key_workload(asked: Asked) -> Workload:
 @functools.lru_cache(maxsize=256)
 def _assign(layout: Layout, work: Workload, ranks: int) -> Ownership:
     """The cut, once for all exchanges that are tried with it."""
-    return layout.assign(work, ranks)
+    owned = layout.assign(work, ranks)
+    kv_len = work.keys.seq_len if work.keys else work.seq_len
+    return check_moved(layout, owned, kv_len) if is_user_written(layout) else owned
 
 
 def _own_tokens(layout: Layout, work: Workload, inner: int, outer: int) -> tuple[Ownership, Ownership]:

@@ -4,9 +4,10 @@
                                      \\----------- cut by stretches of its buffers ----------> its tiles
 
 What is kept for all ranks grows with the pieces that they own; what pairs of ranks have to do with each other is found
-when a rank asks. A *fragment* is an interval of keys that one rank needs and one rank owns. A stage's buffer holds its
-fragments in the order of their coordinates, so that a document received from several ranks is one stretch of keys again
-and costs one kernel call. Stage 0 is the rank's own shard, in its own order.
+when a rank asks. A *fragment* is an interval of keys that one rank needs and one rank owns. What one collective brings
+from several ranks lies in a stage's buffer in the order of the coordinates, so that a document received from several
+ranks is one stretch of keys again and costs one kernel call. What is passed on (a ring) stays in the order of its
+owner's shard: a rank sends on one stretch of its buffer. Stage 0 is the rank's own shard, in its own order.
 
 A rank may compute pairs whose queries live elsewhere (`Ownership.moved`): those queries are
 appended to its own in the query buffer, and their blocks run in stages of their own after the
@@ -37,6 +38,7 @@ from longmesh.attention.mask.slices import (
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.intervals import offsets_within, unite
 from longmesh.attention.plan.kept import PickledByFields, kept_by_instance
+from longmesh.attention.user_written import check_arrivals, is_user_written
 
 Array = np.ndarray
 
@@ -166,7 +168,10 @@ def make_schedule(
     rows = rows[np.argsort(rows[:, WHO], kind="stable")]
     moves = owned.moved or exchange.moves_queries
     queries = remote_queries(rows, owned) if moves else no_fragments()
-    return Schedule(owned, exchange, rows, queries, keys or owned)
+    made = Schedule(owned, exchange, rows, queries, keys or owned)
+    if is_user_written(getattr(exchange, "outer", exchange)):
+        check_arrivals(exchange, made.needs, made.all_stretches)
+    return made
 
 
 def rows_by_rank(slices: Array, owned: Ownership) -> Array:

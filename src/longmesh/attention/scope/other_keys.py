@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from longmesh.attention.layout.base import Layout
 from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.named import layout_of
-from longmesh.attention.mask.base import whole_number
-from longmesh.errors import LongmeshError
+from longmesh.errors import LongmeshError, whole_number
 
 
 @dataclass(frozen=True)
