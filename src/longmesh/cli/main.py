@@ -14,6 +14,7 @@ from pathlib import Path
 from longmesh.cli.arguments import SCRIPT_ARGS, USAGE_ERROR, Launch, OneLineParser, add_launch_options, refuse
 from longmesh.cli.doctor.command import add_parser as add_doctor_parser, run_doctor
 from longmesh.cli.generate.command import add_parser as add_generate_parser, run_generate
+from longmesh.cli.plan.command import add_parser as add_plan_parser, run_plan
 from longmesh.cli.train import add_parser as add_train_parser, run_train
 
 INTERRUPTED = 130
@@ -27,7 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return USAGE_ERROR
     try:
-        commands = {"train": run_train, "generate": run_generate, "doctor": run_doctor, "run": run_run}
+        commands = {
+            "train": run_train,
+            "generate": run_generate,
+            "plan": run_plan,
+            "doctor": run_doctor,
+            "run": run_run,
+        }
         return commands[options.command](options)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -78,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     rest.required = False  # else a missing script is said to lack arguments, too
     add_train_parser(commands)
     add_generate_parser(commands)
+    add_plan_parser(commands)
     add_doctor_parser(commands)
     return parser
 

@@ -30,6 +30,7 @@ from longmesh.hf.call_checks import (
 from longmesh.hf.gather import warn_of_memory
 from longmesh.hf.inspection import inspect_model
 from longmesh.hf.open_batch import OpenBatch, current_inspection, set_fusing
+from longmesh.hf.planning import planned_adaptation
 from longmesh.hf.positions import padding_id
 from longmesh.hf.private import implementation_of
 from longmesh.hf.router import share_router_loss
@@ -92,7 +93,7 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
                 if batch.loss is not None:
                     batch.loss.see_log_probs(output)
                 refuse_loss(module, given, output, batch)
-                if module not in _has_known_loss:
+                if module not in _has_known_loss and planned_adaptation() is None:
                     refuse_other_terms(module, given, output, batch)
                     _has_known_loss.add(module)
                 output = without_cache(output)
@@ -112,6 +113,9 @@ def without_cache(output: Any) -> Any:
 
 def adaptation_of(model: nn.Module, batch: OpenBatch, gather: bool) -> Adaptation:
     """How to run this model on such a batch, looked up or found."""
+    planned = planned_adaptation()
+    if planned is not None:
+        return planned
     kind = (batch.has_positions, batch.padding is not None, gather, implementation_of(model))
     known = _found.setdefault(model, {})
     if kind not in known:

@@ -6,9 +6,14 @@ more: `longmesh doctor --save cluster.json` measures a machine, and `Cluster.loa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from longmesh.errors import LongmeshError
 from longmesh.plan.cluster import Cluster, Level, Link
+from longmesh.plan.gpus import GPUS, Gpu
 from longmesh.plan.rate import Rate
+
+FLOAT8 = "float8_e4m3fn"
 
 
 def _rates(flops_per_us: float, dtypes: tuple[str, ...], small: float) -> tuple[Rate, ...]:
@@ -24,16 +29,29 @@ def _rates(flops_per_us: float, dtypes: tuple[str, ...], small: float) -> tuple[
     return tuple(found)
 
 
-def _gpus(name: str, *, node: float, pod: float, memory: float, flops_per_us: float) -> Cluster:
-    """Nodes of 8 GPUs; bandwidths in bytes per microsecond and GPU."""
+def _gpu_rates(gpu: Gpu) -> tuple[Rate, ...]:
+    """Rates of half precision, and of float8 products; tiles of 64 at a quarter of it."""
+    found: list[Rate] = []
+    for tile, part in ((64, 0.25), (512, 1.0)):
+        for dtype in ("bfloat16", "float16"):
+            found += [
+                Rate("matmul", dtype, tile, gpu.peak_bf16 * gpu.matmul * part / 1e6),
+                Rate("attention", dtype, tile, gpu.attention * part / 1e6),
+                Rate("attention_backward", dtype, tile, gpu.attention_backward * part / 1e6),
+            ]
+        if gpu.peak_float8:
+            found.append(Rate("matmul", FLOAT8, tile, gpu.peak_float8 * gpu.float8 * part / 1e6))
+    return tuple(found)
+
+
+def _gpus(gpu: Gpu) -> Cluster:
+    """Nodes of 8 GPUs. Of a link's bandwidth collectives reach 80 %; a copy reads and writes."""
     levels = (
-        Level("device", 1, Link.of(latency_us=5.0, bytes_per_us=memory)),
-        Level("node", 8, Link.of(latency_us=15.0, bytes_per_us=node, peer_us=1.0)),
-        Level("pod", None, Link.of(latency_us=30.0, bytes_per_us=pod, peer_us=2.0)),
+        Level("device", 1, Link.of(latency_us=5.0, bytes_per_us=gpu.hbm * gpu.copies / 2 / 1e6)),
+        Level("node", 8, Link.of(latency_us=15.0, bytes_per_us=gpu.node * 0.8 / 1e6, peer_us=1.0)),
+        Level("pod", None, Link.of(latency_us=30.0, bytes_per_us=gpu.pod * 0.8 / 1e6, peer_us=2.0)),
     )
-    return Cluster(
-        name, levels, _rates(flops_per_us, ("bfloat16", "float16"), 0.25), call_us=10.0, overlap=0.9
-    )
+    return Cluster(gpu.name, levels, _gpu_rates(gpu), call_us=10.0, overlap=0.9)
 
 
 _cpu_link = Link.of(latency_us=50.0, bytes_per_us=2_000.0, peer_us=20.0)
@@ -45,8 +63,7 @@ CLUSTERS: dict[str, Cluster] = {
         call_us=50.0,
         overlap=0.5,
     ),
-    "a100": _gpus("a100", node=200_000.0, pod=20_000.0, memory=600_000.0, flops_per_us=250_000_000.0),
-    "h100": _gpus("h100", node=350_000.0, pod=40_000.0, memory=1_200_000.0, flops_per_us=700_000_000.0),
+    **{name: _gpus(gpu) for name, gpu in GPUS.items()},
 }
 
 
@@ -56,16 +73,21 @@ _ALLOWED = (
 )
 
 
-def named_cluster(name: str) -> Cluster:
-    """Typical figures: "cpu" (processes of one machine over gloo), "a100" or "h100" (nodes of 8 with NVLink, a fast
-    network between them).
+def named_cluster(name: str, nodes: int | None = None) -> Cluster:
+    """Typical figures: "cpu" (processes of one machine over gloo), or GPUs in nodes of 8 with a fast network between
+    them: "a100", "h100", "h200", "b200", "mi300x". With `nodes=1` there is no network: all ranks are in one node.
 
     >>> print(named_cluster("h100"))
     h100 (typical figures, not measured)
     """
     if name not in CLUSTERS:
         raise LongmeshError(f"cluster={name!r} is not known; {_ALLOWED}")
-    return CLUSTERS[name]
+    if nodes is not None and nodes < 1:
+        raise LongmeshError(f"named_cluster({name!r}, nodes={nodes}): give at least 1 node")
+    found = CLUSTERS[name]
+    if nodes != 1 or len(found.levels) == 2:
+        return found
+    return replace(found, levels=(found.levels[0], replace(found.levels[1], ranks=None)))
 
 
 def cluster_of(choice: Cluster | str | None, device: str = "cpu") -> Cluster:

@@ -161,7 +161,7 @@ def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys,
         ),
         (
             ["walk"],
-            "longmesh: no command 'walk'; the commands are run, train, generate, doctor; `longmesh --help` ",
+            "longmesh: no command 'walk'; the commands are run, train, generate, plan, doctor; `longmesh --help` ",
         ),
         (["trian"], "longmesh: no command 'trian' (did you mean train?); the commands are "),
         (
@@ -296,7 +296,7 @@ def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys,
         ),
         (
             ["train", "--cluster", "x"],
-            "longmesh train: --cluster x: it is not known; use one of cpu, a100, h100, or ",
+            "longmesh train: --cluster x: it is not known; use one of cpu, a100, h100, h200, b200",
         ),
         (
             ["train", "--cluster", "no.json"],

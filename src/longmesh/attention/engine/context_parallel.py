@@ -33,6 +33,7 @@ from longmesh.attention.execute.function import Attend, Call
 from longmesh.attention.execute.lse import AttendWithLse
 from longmesh.attention.execute.op import attend, cast_for_autocast, register_caller
 from longmesh.attention.execute.route import Route
+from longmesh.attention.execute.watch import current_watcher
 from longmesh.attention.kernel.base import Need, Score
 from longmesh.attention.kernel.choose import Choice, Refused, choose, need_of
 from longmesh.attention.kernel.self_check import refused_kernels
@@ -349,7 +350,8 @@ class ContextParallel:
         self._choice = choose(need, self._kernel, self._refused.get(need, ()))
         how = self._choice.kernel, score, heads.outer, heads.inner
         value_dim = dims[1] if v is None else None
-        return Call(tuple(Task(route, *how, value_dim=value_dim) for route in heads.routes))
+        tasks = tuple(Task(route, *how, value_dim=value_dim) for route in heads.routes)
+        return Call(tasks, heads.plan, current_watcher())
 
     def _value_dim(self, v: Tensor | None) -> int:
         return self.plan.heads.v_head_dim if v is None else v.shape[3]

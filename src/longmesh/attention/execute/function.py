@@ -25,16 +25,29 @@ from longmesh._torch.first_derivative import first_derivative_only
 from longmesh.attention.exchange.ulysses import HeadGroup
 from longmesh.attention.execute.driver import Task, run_backward, run_forward
 from longmesh.attention.execute.heads import KV, Q, by_head_groups
+from longmesh.attention.execute.watch import AttentionWatcher
 from longmesh.attention.kernel.base import Gradients, finish, zero_like
 from longmesh.attention.kernel.merge import apply_sinks, sinks_gradient
+from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.comm import AxisGroup, collectives
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One attention call: a task for the whole batch, or one for each batch row."""
+    """One attention call: a task for the whole batch, or one for each batch row.
+
+    `plan`: what the tasks were made from, for whoever watches.
+    """
 
     tasks: tuple[Task, ...]
+    plan: AttentionPlan | None = None
+    watcher: AttentionWatcher | None = None
+
+    def watched(self, direction: str) -> contextlib.AbstractContextManager[None]:
+        """To be entered around the work of a pass."""
+        if self.watcher is None or self.plan is None:
+            return contextlib.nullcontext()
+        return self.watcher(self.plan, direction)
 
     def batches(self) -> list[tuple[Task, slice]]:
         if len(self.tasks) == 1:
@@ -112,7 +125,7 @@ def forward_rows(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The output of this rank's tokens, and what is `Kept` of each batch row and group of heads."""
     outs, saved = [], []
-    with _as_written(q):
+    with _as_written(q), call.watched("forward"):
         for task, b in call.batches():
             out, kept = _forward_row(task, q[b], k[b], None if v is None else v[b], sinks)
             outs.append(out)
@@ -126,7 +139,7 @@ def backward_rows(
 ) -> Sequence[Tensor]:  # fmt: skip
     """dq, dk and dv (unless it is in dk) in the accumulating dtype; `dsinks` and what is in `totals` grow."""
     rows = []
-    with _as_written(dout):
+    with _as_written(dout), call.watched("backward"):
         batches = call.batches()
         each = len(saved) // len(batches)
         for i, (task, b) in enumerate(batches):

@@ -1,0 +1,1 @@
+"""`longmesh plan`: which mesh, does it fit, how long."""

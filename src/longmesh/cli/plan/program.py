@@ -1,0 +1,101 @@
+"""What `longmesh plan` does once its arguments are right: trace the model, search, print."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from typing import Any
+
+from longmesh.cli.arguments import refuse
+from longmesh.cli.plan.command import PROGRAM, batch_of, read_config, read_lengths
+from longmesh.cli.plan.table import describe, next_reason
+from longmesh.errors import LongmeshError
+from longmesh.hf.plan_step import config_of, search_with
+from longmesh.plan import Cluster
+from longmesh.step.known_models import find_known
+from longmesh.step.search import Choices, Found
+from longmesh.step.setting import StepMachine, StepMesh, StepOptions
+
+SHOWN = 5
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan, and print; the exit code."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no part of the answer
+            found = search(options)
+    except LongmeshError as error:
+        return refuse(PROGRAM, " ".join(str(error).split()))
+    if options.json:
+        print(json.dumps(to_json(found)))
+    text = describe(found, options.config)
+    print(text, file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def search(options: argparse.Namespace) -> Found:
+    """Every candidate that the arguments leave, ranked."""
+    machine = machine_of(options)
+    config = config_of(find_known(options.config) or read_config(options.config) or {})
+    run_as = StepOptions(
+        batch=batch_of(options),
+        rows=options.rows or 1,
+        matmul_dtype=options.matmul_dtype,
+        optimizer=options.optimizer,
+        exchange=options.exchange,
+        lengths=read_lengths(options.documents) if options.documents else (),
+        compiled=options.compiled,
+    )
+    count = options.gpus[0] if options.gpus else options.ranks
+    meshes = None if options.mesh is None else [StepMesh(**options.mesh)]
+    return search_with(
+        config, count, options.seq_len, machine, run_as, choices_of(options), meshes, dtype=options.dtype,
+        needs_one_layer=options.memory is not None,
+    )  # fmt: skip
+
+
+def choices_of(options: argparse.Namespace) -> Choices:
+    """What is left to choose."""
+    if options.optimizer == "none":
+        policies: tuple[tuple[str, bool], ...] = (("none", False),)
+    elif options.recompute is not None:
+        policies = ((options.recompute, options.offload),)
+    elif options.offload:
+        policies = (("selective", True), ("full", True))
+    else:
+        policies = Choices().policies
+    losses = Choices().losses if options.loss is None else (options.loss,)
+    return Choices(policies=policies, losses=losses)
+
+
+def machine_of(options: argparse.Namespace) -> StepMachine:
+    """The GPUs that were named, or the ranks of a measured cluster."""
+    if options.gpus is not None:
+        machine = StepMachine.of_gpus(options.gpus[1], memory_bytes=options.memory)
+    else:
+        here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / options.ranks
+        machine = StepMachine.of_cluster(Cluster.load(options.cluster), options.memory or here)
+    if options.attention_tflops is not None:
+        machine = machine.with_attention_tflops(options.attention_tflops)
+    return machine
+
+
+def to_json(found: Found) -> dict[str, Any]:
+    """The best plan, and the other candidates in short."""
+    candidates = []
+    for plan in found.shown(SHOWN):
+        whole = plan.to_json()
+        kept = (
+            "mesh",
+            "step_seconds",
+            "memory_bytes",
+            "tokens_per_second_per_gpu",
+            "fits",
+            "compute_share",
+            "options",
+        )
+        candidates.append({name: whole[name] for name in kept} | {"why": next_reason(found.best, plan)})
+    return {**found.best.to_json(), "candidates": candidates}
