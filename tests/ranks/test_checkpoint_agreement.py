@@ -29,8 +29,20 @@ CALLS = {
     "no step": lambda path, last: Directory(path).save(state(), 0 - last),
     "keep": lambda path, last: Directory(path, keep=1 + last).save(state(), 3),
     "other function": lambda path, last: (load if last else save)(state(), path),
+    "save nothing": lambda path, last: save(None if last else state(), path),
+    "load nothing": lambda path, last: load(None if last else state(), path),
+    "save_safetensors nothing": lambda path, last: save_safetensors([] if last else state(), path),
+    "load_safetensors nothing": lambda path, last: load_safetensors(None if last else state(), path),
+    "keep nothing": lambda path, last: Directory(path).save(None if last else state(), 3),
+    "keys": lambda path, last: load({"w": 1, 2: 3} if last else state(), path),
+    "no bytes": lambda path, last: save_safetensors(state(), path, max_file_bytes=None if last else 9),
+    "no allow": lambda path, last: load(state(), path, allow=None if last else ()),
+    "no path": lambda path, last: load(state(), None if last else path),
 }
 DIFFERENT = "the ranks were called with different arguments"
+GIVE = (
+    r"give a dict of tensors, plain values and dicts or lists of them, e.g. {'model': model.state_dict\(\)}"
+)
 TEXTS = {
     "save": rf"checkpoint.save: {DIFFERENT}: rank 0 with Call\(function='save', path='.*x-0', ",
     "load": r"checkpoint.load: the ranks were called with different arguments: ",
@@ -42,6 +54,15 @@ TEXTS = {
     "step": rf"Directory.save: {DIFFERENT}: rank 0 with _?Call\(path=.*, step=3,.*step=4,",
     "no step": r"step=-1: a checkpoint's step is a whole number, 0 or more",
     "keep": r"Directory.save: the ranks were called with different arguments: .* keep=1,.* keep=2,",
+    "save nothing": f"the state of a checkpoint is a NoneType; {GIVE}",
+    "load nothing": f"the state of a checkpoint is a NoneType; {GIVE}",
+    "save_safetensors nothing": f"the state of a checkpoint is a list; {GIVE}",
+    "load_safetensors nothing": f"the state of a checkpoint is a NoneType; {GIVE}",
+    "keep nothing": f"the state of a checkpoint is a NoneType; {GIVE}",
+    "keys": rf"the state of a checkpoint is a dict whose keys are of several types \(int, str\); {GIVE}",
+    "no bytes": r"max_file_bytes=None\): give a positive number of bytes",
+    "no allow": r"takes classes, got None; write e.g. allow=\[MyClass\]",
+    "no path": rf"checkpoint.load: {DIFFERENT}",
     "other function": rf"{DIFFERENT}: rank 0 with Call\(function='save'.* Call\(function='load'",
 }
 

@@ -6,13 +6,16 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode as Reference
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from longmesh import Partial, Replicate, Shard, distribute_module, distribute_tensor
 from longmesh.comm import record_comm
 from longmesh.debug import CommDebugMode
+from longmesh.experimental import context_parallel
 from longmesh.testing import cpu_mesh
 
 
@@ -229,3 +232,65 @@ def test_counts_by_module_under_torchs_names(pool):
         )
         assert found["Model"]["forward"] == found["Global"]["forward"] == {"c10d_functional.all_reduce": 2}
         assert sum(found["Global"]["backward"].values()) == sum(found["Model"]["backward"].values()) > 0
+
+
+class Passes(TorchFunctionMode):
+    """A mode of the user's own, which hands everything on."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def in_a_scope(kind):
+    """Counts and bytes inside a scope or a mode, where torch's own mode sees each collective once."""
+    mesh = cpu_mesh(2)
+    scope = (
+        Passes() if kind == "mode" else context_parallel(mesh, buffers=[torch.ones(8)], buffer_seq_dims=[0])
+    )
+    q = torch.ones(1, 2, 4, 8, requires_grad=True)
+    with scope:
+        F.scaled_dot_product_attention(
+            q, q, q, is_causal=True
+        )  # the first call checks the kernel, behind modes' backs
+    scope = (
+        Passes() if kind == "mode" else context_parallel(mesh, buffers=[torch.ones(8)], buffer_seq_dims=[0])
+    )
+    with scope, Reference() as theirs, record_comm() as log, CommDebugMode() as ours:
+        distribute_tensor(torch.ones(4), mesh, [Shard(0)]).sum().full_tensor()
+        dist.all_reduce(torch.ones(3))
+        F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+    own = [c for c in ours.calls if c.event.axes]
+    assert [c.event for c in own] == log.events
+    assert all(c.event.axes or "allreduce_" in str(c.op) for c in ours.calls)
+    reductions = torch.ops.c10d_functional.all_reduce
+    assert ours.get_comm_counts()[reductions] == theirs.get_comm_counts()[reductions] > 0
+    return len(ours.calls) - len(log.events)
+
+
+@pytest.mark.parametrize("kind", ["scope", "mode"])
+def test_a_scope_or_another_mode_counts_nothing_twice(pool, kind):
+    assert pool.run(in_a_scope, kind, ranks=2) == [1, 1]
+
+
+def as_asked_for():
+    """A reduce-scatter and a gather of unequal parts are sent as all-to-alls, and counted as what they are."""
+    mesh, functional, native = cpu_mesh(2), torch.ops.c10d_functional, torch.ops._c10d_functional
+    x = distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)]).requires_grad_()
+    with CommDebugMode() as mode:
+        part = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        part.backward(torch.ones_like(part))
+    counts = mode.get_comm_counts()
+    assert counts == {functional.all_gather_into_tensor: 1, functional.reduce_scatter_tensor: 1}
+    keys = (functional.reduce_scatter_tensor, native.reduce_scatter_tensor, "reduce_scatter")
+    assert [counts[key] for key in (*keys, native.reduce_scatter_tensor.default)] == [1] * 4
+    assert [counts[key] for key in (functional.all_reduce, "all_reduce", "broadcast", "else")] == [0] * 4
+    assert torch.equal(x.grad.full_tensor(), torch.full((8, 3), 2.0))
+    uneven = distribute_tensor(torch.ones(5), mesh, [Shard(0)])
+    with mode:
+        uneven.full_tensor()
+    assert mode.get_comm_counts() == {functional.all_gather_into_tensor: 1}
+    return [c.event.kind for c in mode.calls]
+
+
+def test_collectives_count_as_what_was_asked_for(pool):
+    assert pool.run(as_asked_for, ranks=2) == [["all_to_all"]] * 2

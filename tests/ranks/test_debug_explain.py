@@ -129,6 +129,39 @@ def test_values_ops_without_rule_and_programs_without_ops(pool):
     assert nothing == "0 ops; 0 implicit redistributions, 0 B on the wire; 0 asked for, 0 B"
 
 
+def footers():
+    """The last lines of explanations whose ops send something, and the bytes that ranks sent."""
+    mesh = cpu_mesh(2)
+    x = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
+    found = []
+    for fn in (
+        lambda: x.var(0),
+        lambda: x.softmax(0),
+        lambda: x.argmax(),
+        lambda: x.sum().item(),
+        x.full_tensor,
+    ):
+        with record_comm() as log:
+            footer = str(explain(fn)).splitlines()[-1]
+        found.append((footer, log.total_bytes))
+    group = comm_of(mesh).group((0,))
+    found.append((str(explain(lambda: all_gather(torch.ones(3), group=group))).splitlines()[-1], 12))
+    return found
+
+
+def test_the_last_line_has_everything_that_was_sent(pool):
+    nothing = "0 implicit redistributions, 0 B on the wire; 0 asked for, 0 B"
+    for found in pool.run(footers, ranks=2):
+        assert found == [
+            (f"1 op; {nothing}; 1 reduction inside ops, 32 B on the wire", 16),
+            (f"1 op; {nothing}; 2 reductions inside ops, 64 B on the wire", 32),
+            (f"1 op; {nothing}; 2 exchanges inside ops, 12 B from this rank", 12),
+            ("2 ops; 1 implicit redistribution, 16 B on the wire; 0 asked for, 0 B", 8),
+            ("0 ops; 0 implicit redistributions, 0 B on the wire; 1 asked for, 48 B", 24),
+            (f"0 ops; {nothing}; 1 collective outside ops, 12 B from this rank", 12),
+        ]
+
+
 def strictly(ranks):
     x, w = sharded(ranks)
     texts = []

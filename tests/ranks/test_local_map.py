@@ -99,23 +99,23 @@ def test_structures(pool):
     assert pool.run(structures, ranks=4) == [True] * 4
 
 
-def none_for_an_argument():
+def inputs_as_they_are():
     mesh = cpu_mesh(2)
     x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     whole = distribute_tensor(torch.arange(3.0), mesh, [Replicate()]).requires_grad_()
     scale = local_map(
         lambda part, rows, factor: part * rows.sum() * factor,
         [Shard(0)],
-        ([Shard(0)], None, None),
+        ([Shard(0)], [Replicate()], None),
         (None, None, None),
     )
     y = scale(x, whole, 2.0)
-    local_map(torch.square, None, (None,))(whole).sum().backward()
+    local_map(torch.square, None)(whole).sum().backward()
     return y.placements, y.full_tensor(), whole.grad.placements, whole.grad.full_tensor()
 
 
-def test_none_takes_an_argument_as_it_is(pool):
-    for placements, y, grad_placements, grad in pool.run(none_for_an_argument, ranks=2):
+def test_without_in_placements_arguments_are_taken_as_they_are(pool):
+    for placements, y, grad_placements, grad in pool.run(inputs_as_they_are, ranks=2):
         assert placements == (Shard(0),) and torch.equal(y, torch.arange(5.0) * 6)
         assert grad_placements == (Replicate(),) and torch.equal(grad, 2 * torch.arange(3.0))
 
@@ -127,6 +127,7 @@ def texts():
     for make, args in (
         (lambda: local_map(torch.neg, [Shard(0)], ([Shard(0)], None)), (x,)),
         (lambda: local_map(torch.neg, [Shard(0)], ([Replicate()],)), (x,)),
+        (lambda: local_map(torch.add, [Shard(0)], ([Shard(0)], None)), (x, x)),
         (lambda: local_map(lambda t: (t, t), [Shard(0)]), (x,)),
         (lambda: local_map(lambda t: 3, [Shard(0)]), (x,)),
         (lambda: local_map(lambda t: torch.ones(2 + dist.get_rank()), [Shard(0)]), (x,)),
@@ -148,6 +149,10 @@ def test_error_texts(pool):
         (
             "local_map: argument 0 is laid out as (Shard(dim=0),) and in_placements want (Replicate(),); "
             "redistribute() it first, or pass redistribute_inputs=True"
+        ),
+        (
+            "local_map: argument 1 is a DTensor, which expects placements: in_placements has None; give its "
+            "placements, e.g. (Shard(dim=0),), or leave in_placements out to take inputs in any layout"
         ),
         (
             "local_map: out_placements has 1 entries for 2 (flattened) results; give a tuple with one for each, "

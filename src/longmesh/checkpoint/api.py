@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ def save(state_dict: dict[str, Any], path: _PathLike) -> None:
     >>> sorted(path.name for path in Path("run").iterdir())
     ['.longmesh.json', '.metadata', '__0_0.distcp', '__1_0.distcp']
     """
-    _agree(Call("save", str(path)))
+    _agree(Call("save", str(path)), find_no_state(state_dict))
     _save(state_dict, Path(path), DirectoryWriter(Path(path)), SavePlanner())
 
 
@@ -65,7 +65,7 @@ def load(state_dict: dict[str, Any], path: _PathLike, *, allow: Allowed = ()) ->
     """
     problem = find_not_allowed(allow)
     names = () if problem else tuple(f"{item.__module__}.{item.__qualname__}" for item in allow)
-    _agree(Call("load", str(path), names), problem)
+    _agree(Call("load", str(path), names), problem or find_no_state(state_dict))
     target = readable_path(Path(path))
     _load(state_dict, target, DirectoryReader(target, allow))
 
@@ -85,11 +85,11 @@ def save_safetensors(
     {'w': tensor([1., 1., 1., 1., 1.])}
     """
     problem = find_missing_library()
-    if max_file_bytes < 1:
+    if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         problem = CheckpointError(
             f"save_safetensors(max_file_bytes={max_file_bytes}): give a positive number of bytes"
         )
-    _agree(Call("save_safetensors", str(path), (max_file_bytes,)), problem)
+    _agree(Call("save_safetensors", str(path), (max_file_bytes,)), problem or find_no_state(state_dict))
     target = Path(path)
     limit = None if target.suffix == ".safetensors" else max_file_bytes
     _save(state_dict, target, SafetensorsWriter(target, limit), SavePlanner(tensors_only=True))
@@ -106,9 +106,23 @@ def load_safetensors(state_dict: dict[str, Any], path: _PathLike) -> None:
     >>> state["w"].to_local()
     tensor([0., 1.])
     """
-    _agree(Call("load_safetensors", str(path)), find_missing_library())
+    _agree(Call("load_safetensors", str(path)), find_missing_library() or find_no_state(state_dict))
     target = readable_path(Path(path))
     _load(state_dict, target, SafetensorsReader(target))
+
+
+def find_no_state(state_dict: Any) -> CheckpointError | None:
+    """An error for all ranks if it is no state dict: a rank that raised alone would leave the others waiting."""
+    what = f"a {type(state_dict).__name__}"
+    if isinstance(state_dict, Mapping):
+        kinds = sorted({type(key).__name__ for key in state_dict})
+        if len(kinds) < 2:
+            return None
+        what = f"a dict whose keys are of several types ({', '.join(kinds)})"
+    return CheckpointError(
+        f"the state of a checkpoint is {what}; give a dict of tensors, plain values and dicts or lists of them, e.g. "
+        "{'model': model.state_dict()}"
+    )
 
 
 def _agree(call: Call, problem: LongmeshError | None = None) -> None:

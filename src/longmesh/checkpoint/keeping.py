@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longmesh.checkpoint.api import load
+from longmesh.checkpoint.api import find_no_state, load
 from longmesh.checkpoint.background import Job, commit, write_part
 from longmesh.checkpoint.buffers import Buffers
 from longmesh.checkpoint.directory_reader import find_damage
@@ -201,11 +201,11 @@ class Directory:
         call = _Call(
             str(self.path), step, self._keep, self._keep_every, self._max_failures, self._check_finite
         )
-        wrong = find_bad_step(step)
+        wrong = find_bad_step(step) or find_no_state(state_dict)
         mine = 0 if wrong else fingerprint(call) >> _SHIFT
         target = generation_path(self.path, 0 if wrong else step)
         problem = None if wrong else self._begin(target)
-        told = [problem is not None, not self._buffers.fits(state_dict), mine]
+        told = [problem is not None, wrong is not None or not self._buffers.fits(state_dict), mine]
         failed, stale, total = self._world.count(told)
         self._step, self._committing = step, False
         if wrong or total != mine * self._world.size:

@@ -11,7 +11,7 @@ import pickle
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -65,7 +65,7 @@ class Part(io.RawIOBase):
 
 def find_not_allowed(allow: Allowed) -> LongmeshError | None:
     """What can't be allowed, before anything is read."""
-    for item in allow:
+    for item in allow if isinstance(allow, Iterable) else (allow,):
         if not (callable(item) and hasattr(item, "__module__") and hasattr(item, "__qualname__")):
             return LongmeshError(f"load(allow=...) takes classes, got {item!r}; write e.g. allow=[MyClass]")
         if item.__module__ in ("os", "posix", "nt", "sys"):

@@ -38,11 +38,17 @@ def _ops() -> Any:
 
 
 def all_to_all(
-    buffer: torch.Tensor, *, recv_counts: Sequence[int], send_counts: Sequence[int], group: AxisGroup
+    buffer: torch.Tensor,
+    *,
+    recv_counts: Sequence[int],
+    send_counts: Sequence[int],
+    group: AxisGroup,
+    carries_out: str = "",
 ) -> torch.Tensor:
-    """Send `send_counts[i]` elements to member i and receive `recv_counts[i]` from it, in member order."""
+    """Send `send_counts[i]` elements to member i and receive `recv_counts[i]` from it, in member order. `carries_out`:
+    see `CommEvent`."""
     sent = sum(send_counts) - send_counts[group.rank]
-    event = note("all_to_all", buffer, sent, group, send_counts, recv_counts)
+    event = note("all_to_all", buffer, sent, group, send_counts, recv_counts, carries_out)
     if buffer.dtype not in _GLOO_DTYPES:
         width = buffer.element_size()
         out = _ops().all_to_all_single(
@@ -159,6 +165,7 @@ def note(
     group: AxisGroup,
     send_counts: Sequence[int] = (),
     recv_counts: Sequence[int] = (),
+    carries_out: str = "",
 ) -> CommEvent | None:
     """Tell the active observers of a collective that is about to start; None if there are none."""
     if not is_recording():
@@ -173,6 +180,7 @@ def note(
         call_site(),
         tuple(send_counts),
         tuple(recv_counts),
+        carries_out,
     )
     tell_collective(event, group)
     return event

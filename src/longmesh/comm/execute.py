@@ -61,7 +61,7 @@ def run_step(
         return _all_gather(transfer, local, group, async_op)
     if step.kind == "reduce_scatter":
         return _reduce_scatter(step, transfer, local, group)
-    return _exchange(transfer, local, group)
+    return _exchange(step, transfer, local, group)
 
 
 def _all_reduce(step: Step, local: torch.Tensor, group: AxisGroup, async_op: bool) -> torch.Tensor:
@@ -80,13 +80,12 @@ def _all_gather(transfer: Transfer, local: torch.Tensor, group: AxisGroup, async
     return _assemble(transfer, whole, transfer.receive_counts, local, group, own_on_wire=True)
 
 
-def _exchange(transfer: Transfer, local: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+def _exchange(step: Step, transfer: Transfer, local: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     send_counts, receive_counts = transfer.send_counts, transfer.receive_counts
     send_counts[group.rank] = receive_counts[group.rank] = 0
     buffer = _pack(transfer, local, skip=group.rank)
-    received = collectives.all_to_all(
-        buffer, recv_counts=receive_counts, send_counts=send_counts, group=group
-    )
+    counts = {"recv_counts": receive_counts, "send_counts": send_counts}
+    received = collectives.all_to_all(buffer, **counts, group=group, carries_out=step.kind)
     return _assemble(transfer, received, receive_counts, local, group, own_on_wire=False)
 
 
@@ -98,7 +97,11 @@ def _reduce_scatter(step: Step, transfer: Transfer, local: torch.Tensor, group: 
         part = collectives.reduce_scatter(_pack(transfer, local), reduce_op=reduce_op, group=group)
     else:
         rows = collectives.all_to_all(
-            _pack(transfer, local), recv_counts=[mine] * group.size, send_counts=counts, group=group
+            _pack(transfer, local),
+            recv_counts=[mine] * group.size,
+            send_counts=counts,
+            group=group,
+            carries_out=step.kind,
         )
         part = collectives.reduce_rows(rows.view(group.size, mine), reduce_op)
     return divide(part, divisor).view(transfer.out_shape)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class CommEvent:
     """One collective as this rank saw it. `sent_bytes` leave this rank.
 
-    Of an all_to_all `send_counts` and `recv_counts` say what goes to and comes from each member.
+    Of an all_to_all `send_counts` and `recv_counts` say what goes to and comes from each member, and `carries_out`
+    which collective was asked for, if it was another: a reduce_scatter on gloo, an all_gather of unequal parts.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class CommEvent:
     call_site: str
     send_counts: tuple[int, ...] = ()
     recv_counts: tuple[int, ...] = ()
+    carries_out: str = ""
 
 
 class CommObserver:

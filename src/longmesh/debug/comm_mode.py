@@ -56,6 +56,16 @@ class OpCall:
     mesh: str
 
 
+class CommCounts(Counter[Any]):
+    """How often each op ran, by torch's ops of torch.ops.c10d_functional; found by other names of theirs, too."""
+
+    def __missing__(self, key: Any) -> int:
+        packet = getattr(key, "overloadpacket", key)
+        name = _FUNCTIONAL.get(packet) if isinstance(packet, str) else getattr(packet, "__name__", None)
+        known = None if name is None else getattr(torch.ops.c10d_functional, name, None)
+        return self.get(known, 0)
+
+
 class CommDebugMode(TorchDispatchMode):
     """Counts, bytes and time of the collectives inside its `with`, by module. Entering it again resets it.
 
@@ -85,9 +95,11 @@ class CommDebugMode(TorchDispatchMode):
     def get_comm_counts(self) -> dict[Any, int]:
         """The number of collectives by op: torch.ops.c10d_functional's, or torch.ops.c10d's for what has none there.
 
-        An op that did not run counts 0.
+        A redistribution counts as the collective that it needs, however it is sent (`calls` has both): a reduce-scatter
+        is one on gloo, too. Ops of torch.ops._c10d_functional, overloads and our names ("all_reduce") are keys as
+        well. An op that did not run counts 0.
         """
-        return Counter(call.op for call in self.calls)
+        return CommCounts(call.op for call in self.calls)
 
     @property
     def comm_counts(self) -> dict[Any, int]:
@@ -100,10 +112,12 @@ class CommDebugMode(TorchDispatchMode):
 
         `Global` is the whole program.
         """
-        counts: dict[str, dict[str, dict[Any, int]]] = {GLOBAL: {"forward": Counter(), "backward": Counter()}}
+        counts: dict[str, dict[str, dict[Any, int]]] = {
+            GLOBAL: {"forward": CommCounts(), "backward": CommCounts()}
+        }
         for call in self.calls:
             for name in self.modules.path(call.module):
-                found = counts.setdefault(name, {"forward": Counter(), "backward": Counter()})
+                found = counts.setdefault(name, {"forward": CommCounts(), "backward": CommCounts()})
                 found["backward" if call.is_backward else "forward"][call.op] += 1
         return counts
 
@@ -199,7 +213,7 @@ class _OwnCollectives(CommObserver):
 
     def on_collective(self, event: CommEvent, group: AxisGroup) -> None:
         module, backward = self._mode.modules.where()
-        call = CommCall(_op_of(event.kind), event, module, backward, now_us())
+        call = CommCall(_op_of(event.carries_out or event.kind), event, module, backward, now_us())
         self._mode.calls.append(call)
         self._open[id(event)] = call
 

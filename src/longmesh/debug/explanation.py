@@ -124,17 +124,27 @@ def _lines(explanation: Explanation) -> list[tuple[str, str]]:
         else:
             lines.append((f"{number:4}  redistribution, asked for at {step.where}", "cyan"))
             lines += [(f"      {line}", "cyan") for line in step.plan.explain().splitlines()]
-    implicit, asked = explanation.implicit, explanation._of_kind("asked")
-    summary = (
-        f"{count(len(explanation.ops), 'op')}; {count(len(implicit), 'implicit redistribution')}, "
-        f"{_bytes(implicit)} on the wire; {len(asked)} asked for, {_bytes(asked)}"
-    )
-    sends = [sending for op in explanation.ops for sending in op.sends]
-    if sends:
-        total = format_bytes(sum(sending.sent_bytes for sending in sends))
-        summary += f"; {count(len(sends), 'exchange')} inside ops, {total} from this rank"
-    lines.append((summary, "bold"))
+    lines.append((_summary(explanation), "bold"))
     return lines
+
+
+def _summary(explanation: Explanation) -> str:
+    """Everything that the lines above say was sent: redistributions by all ranks, the rest by this rank."""
+    implicit, asked, inside = (explanation._of_kind(kind) for kind in ("implicit", "asked", "inside"))
+    parts = [
+        count(len(explanation.ops), "op"),
+        f"{count(len(implicit), 'implicit redistribution')}, {_bytes(implicit)} on the wire",
+        f"{len(asked)} asked for, {_bytes(asked)}",
+    ]
+    if inside:
+        parts.append(f"{count(len(inside), 'reduction')} inside ops, {_bytes(inside)} on the wire")
+    sends = [sending.sent_bytes for op in explanation.ops for sending in op.sends]
+    others = [step.sent_bytes for step in explanation.steps if isinstance(step, CommEvent)]
+    for sizes, what, where in ((sends, "exchange", "inside"), (others, "collective", "outside")):
+        if sizes:
+            total = format_bytes(sum(sizes))
+            parts.append(f"{count(len(sizes), what)} {where} ops, {total} from this rank")
+    return "; ".join(parts)
 
 
 def _op_lines(number: int, op: ExplainedOp) -> list[tuple[str, str]]:

@@ -32,6 +32,7 @@ _C10D = {
     "scatter_": ("scatter", 1),
     "send": ("send", 0),
 }
+_MODES = ("__torch_function__", "__torch_dispatch__")
 _FUNCTIONAL_NAMESPACES = (
     "_c10d_functional",
     "_c10d_functional_autograd",
@@ -87,11 +88,12 @@ def describe_foreign(func: Any, args: tuple[Any, ...]) -> tuple[Any, CommEvent] 
 
 
 def issued_by_longmesh() -> bool:
-    """Whether the op that is being dispatched was called by longmesh's own collectives, which count themselves."""
+    """Whether the op that is being dispatched was called by longmesh's own collectives, which count themselves. Modes
+    on the way from there, a scope's or the user's, only hand it on."""
     frame = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith("torch."):
+        if not module.startswith("torch.") and frame.f_code.co_name not in _MODES:
             return module.startswith("longmesh.comm.")
         frame = frame.f_back
     return False

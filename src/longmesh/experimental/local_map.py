@@ -43,9 +43,9 @@ def local_map(
 ) -> Callable[..., Any]:
     """Run `func` on the local tensors of its DTensor arguments; its results become DTensors with `out_placements`.
 
-    The placements go by the flattened positional arguments and results. In `in_placements`, None takes an argument as
-    it is: a DTensor in any layout, or no tensor at all. An input in another layout than `in_placements` says is an
-    error, or with `redistribute_inputs` is redistributed. `in_grad_placements` are the placements of the gradients that
+    The placements go by the flattened positional arguments and results. Without `in_placements` DTensors may have any
+    layout; in it, None is for what is not a DTensor. An input in another layout than `in_placements` says is an error,
+    or with `redistribute_inputs` is redistributed. `in_grad_placements` are the placements of the gradients that
     `func` gives its inputs, None where they are the input's. In `out_placements`, None is for what is not a tensor, or
     for a replicated one. Keyword arguments are passed on. Without DTensor arguments it is just `func`. Without `func`
     it is a decorator. Collective: every rank of the mesh. On a rank outside the mesh `func` runs on zeros and the
@@ -113,7 +113,10 @@ def _bring(leaf: Any, position: int, placements: InputPlacements, redistribute: 
             )
         return leaf
     if wanted is None:
-        return leaf
+        raise LongmeshError(
+            f"local_map: argument {position} is a DTensor, which expects placements: in_placements has None; "
+            f"give its placements, e.g. {leaf.placements}, or leave in_placements out to take inputs in any layout"
+        )
     layout = normalize_placements(wanted, leaf.ndim, "local_map(in_placements)")
     if leaf.placements == layout:
         return leaf
