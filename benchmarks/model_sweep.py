@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from longmesh.testing import RankPool
-from support import model_sweep, tiny_models
+from support import active_mechanisms, model_sweep, tiny_models
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "model_sweep.tsv"
@@ -78,6 +78,11 @@ first step that names the layer. The last column is with `unknown="gather"`, whi
 sequence on every rank; on 2 ranks, for the same kinds of rows. `no reference`: for the kinds that are named, one
 process's own eager loss or gradients are not finite, so there is nothing to compare with. A model of another kind, or
 one of yours, is inspected in the same way when it is first called.
+
+Configurations are chosen so that every mechanism does something on these rows: windows, chunks and blocks are shorter than
+a row, indexers choose fewer keys than are visible, routers fewer experts than there are. The sweep checks that one
+process computes other logits without each of them. It could not make these do anything:
+{idle}
 
 {counts}
 
@@ -153,6 +158,10 @@ def examine(pool: RankPool, family: str) -> list[str]:
         pool.run(model_sweep.is_small, family, ranks=1, timeout=TIMEOUT)
     except Exception as error:
         return [family, NOT_SMALL, " ".join(str(error).splitlines()[-1].split()), ""]
+    try:
+        pool.run(model_sweep.all_runs, family, ranks=1, timeout=TIMEOUT)
+    except Exception as error:
+        return [family, "failed", " ".join(str(error).splitlines()[-1].split()), ""]
     kind, why = outcome(pool, family)
     return [family, kind, " ".join(why.split()), kind if kind == "exact" else gathered_outcome(pool, family)]
 
@@ -190,7 +199,11 @@ def page() -> str:
     if left_out:
         text += f"\n\nNot made small, so not tried: {', '.join(left_out)}."
     table = "".join(f"| {name} | {kind} | {_cell(why)} | {after} |\n" for name, kind, why, after in rows)
-    return HEAD.format(counts=text, made=made.removeprefix("# ")) + table
+    idle = "; ".join(
+        f"{family} ({', '.join(f'`{name}`' for name in sorted(names))}: {why})"
+        for family, (names, why) in active_mechanisms.IDLE.items()
+    )
+    return HEAD.format(counts=text, made=made.removeprefix("# "), idle=f"{idle}.") + table
 
 
 def _cell(why: str) -> str:

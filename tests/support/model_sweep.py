@@ -19,6 +19,7 @@ from torch import Tensor
 from longmesh import hf
 from longmesh.errors import LongmeshError
 from longmesh.testing import cpu_mesh
+from support.active_mechanisms import refuse_idle
 from support.tiny_models import VOCABULARY, make_model
 
 LENGTH = 37
@@ -62,6 +63,11 @@ def make_batch(what: str) -> dict[str, Tensor]:
 def is_small(family: str) -> None:
     """Raise unless one process can run the family."""
     _one_process(make_model(family, "eager"), make_batch("plain"), alone=False, besides={"use_cache": False})
+
+
+def all_runs(family: str) -> None:
+    """Raise unless every mechanism of the family does something on rows of the sweep."""
+    refuse_idle(family, make_batch("plain"))
 
 
 def sweep_family(

@@ -65,17 +65,29 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("pad_token_id",), 0),
     **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
     **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
-    **dict.fromkeys(_EXPERTS, 4),
+    **dict.fromkeys(_EXPERTS, 8),
     "num_experts_per_tok": 2,
     **dict.fromkeys(
         ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16
     ),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("n_group", "num_expert_group", "top_k_experts"), 2),
+    "enable_moe_block": True,
+    **dict.fromkeys(("index_topk", "keep_window_size"), 5),
+    "index_head_dim": 16,
+    **dict.fromkeys(("index_n_heads", "index_topk_blocks"), 2),
+    "index_block_size": 4,
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
+    "block_size": 4,
+    "num_random_blocks": 1,
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "hidden_size_per_layer_input"), 8),
     "rotary_dim": 4,
     "type_vocab_size": 2,
     "sliding_window": 9,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "no_rope_layer_interval": 2,
     "attention_chunk_size": 16,
     **dict.fromkeys(_DROPOUTS, 0.0),
     **dict.fromkeys(("mamba_d_state", "state_size"), 8),
@@ -104,6 +116,9 @@ BESIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "flint": {"mlp_only_layers": [0]},
+    "deepseek_v2": {"topk_method": "group_limited_greedy"},
+    "doge": {"is_moe": True, "num_experts": 4},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {
         **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
@@ -117,6 +132,9 @@ BESIDES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("adapter_input_size", "adapter_out_dim", "downsample_hidden_size"), 32),
         "num_key_value_heads": 4,
     },
+    **dict.fromkeys(("laguna", "mellum"), {"layer_types": _WINDOW_AND_FULL}),
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "smollm3": {"layer_types": _LEFT_OUT},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -128,7 +146,7 @@ BESIDES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "laurel_rank": 8,
         "altup_num_inputs": 2,
-        "activation_sparsity_pattern": [0.0] * 4,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
     },
     "longcat_flash": {"num_layers": 1, "head_dim": 8, "qk_head_dim": 16},
     "zamba": {
@@ -160,10 +178,9 @@ BESIDES: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 1,
     },
     "blt": {"encoder_hash_byte_group_vocab": 50},
-    "qwen2_moe": {"use_sliding_window": True},
     "roc_bert": {"shape_vocab_size": 61, "pronunciation_vocab_size": 61},
     "xmod": {"default_language": "en_XX"},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid"]},
     "reformer": {
         "axial_pos_embds": False,
         "num_hashes": 1,
@@ -189,13 +206,14 @@ BESIDES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(family: str) -> Any:
+def make_config(family: str, **changes: Any) -> Any:
+    """A small configuration. `changes`: other values of what the family, or a model inside, has by these names."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return _small(CONFIG_MAPPING[family], family)
+    return _small(CONFIG_MAPPING[family], family, changes)
 
 
-def _small(kind: Any, family: str) -> Any:
+def _small(kind: Any, family: str, changes: dict[str, Any]) -> Any:
     """A configuration of this class with small sizes, and small ones of the models it is composed of."""
     usual = kind()
     names = usual.attribute_map if hasattr(usual, "attribute_map") else {}
@@ -205,10 +223,17 @@ def _small(kind: Any, family: str) -> Any:
         given.pop("head_dim", None)
         given["num_key_value_heads"] = given["num_attention_heads"]
     layers = getattr(usual, "layer_types", None)
-    if layers and not isinstance(getattr(kind, "layer_types", None), property):
+    # Where a configuration counts the layers that have a window, it makes its layer types of that.
+    is_counted = "max_window_layers" in given
+    if layers and not is_counted and not isinstance(getattr(kind, "layer_types", None), property):
         kinds = list(dict.fromkeys(layers))
         given["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
         given |= {name: len(given["layer_types"]) for name in _LAYERS if name in given}
+    feed_forwards = getattr(usual, "mlp_layer_types", None)
+    if feed_forwards:
+        kinds = list(dict.fromkeys(feed_forwards))
+        count = len(given.get("layer_types", ())) or next(given[name] for name in _LAYERS if name in given)
+        given["mlp_layer_types"] = (kinds * count)[:count]
     if _has(usual, "num_hidden_layers") and getattr(usual, "per_layer_config", None):
         given["per_layer_config"] = {}  # of layers that there are not
     if hasattr(usual, "is_decoder"):
@@ -216,8 +241,12 @@ def _small(kind: Any, family: str) -> Any:
     for name in kind.sub_configs:
         part = getattr(usual, name, None)
         if part is not None and any(_has(part, layers) for layers in (*_LAYERS, "depth")):
-            given[name] = _small(type(part), part.model_type).to_dict()
+            given[name] = _small(type(part), part.model_type, changes).to_dict()
     given |= BESIDES.get(family, {})
+    changed = {name: value for name, value in changes.items() if name in given or _has(usual, name)}
+    for other in [other for other, name in names.items() if name in changed]:
+        given.pop(other, None)  # another name of what is changed
+    given |= changed
     return kind(**{name: value for name, value in given.items() if value is not _LEFT_OUT})
 
 
@@ -232,19 +261,24 @@ def _has(config: Any, name: str) -> bool:
 
 def make_model(family: str, implementation: str, **settings: Any) -> Any:
     """The same random weights for the same family."""
-    from transformers import AutoModelForCausalLM
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = make_config(family)
         for name, value in settings.items():
             setattr(config, name, value)
-        with torch.device("meta"):
-            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-        if size > MOST_PARAMETERS:
-            raise ValueError(f"{family} has {size} parameters: it could not be made small")
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        return model_of(config, implementation)
+
+
+def model_of(config: Any, implementation: str) -> Any:
+    """The same random weights for the same configuration."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{config.model_type} has {size} parameters: it could not be made small")
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
 
 def checkpoint_layers(model: Any, *, use_reentrant: bool = False) -> None:
