@@ -98,7 +98,14 @@ def refused() -> dict[str, tuple[Callable[[], Any], str]]:
         ),
         "positions that jump": (
             lambda: call(make("llama"), {"input_ids": IDS[:, :3], "position_ids": 2 * counted}),
-            "position_ids jump from 0 to 2 in row 0, which may be one document or two; give an attention_mask of ones",
+            "position_ids jump from 0 to 2 in row 0, which may be one document or two; pass an attention_mask of ones",
+        ),
+        "answers that share a prompt": (
+            lambda: call(
+                make("llama"),
+                {"input_ids": IDS[:, :8], "position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4]])},
+            ),
+            "position_ids go back from 5 to 3 in row 0, which may be one document or two; pass an attention_mask of",
         ),
         "a cache": (lambda: call(make("llama"), use_cache=True), "is called with use_cache=True"),
         "a cache given": (

@@ -38,12 +38,16 @@ def _documents(positions: Tensor, cu_seqlens: Tensor | Sequence[int] | None) -> 
     starts = steps != 1
     if not bool(starts.any()):
         return None
-    if bool((steps > 1).any()):
-        row, token = (steps > 1).nonzero()[0].tolist()
+    # Only a position of 0 says that a document begins: answers that share a prompt go back to where it ends.
+    unclear = starts & (positions[:, 1:] != 0)
+    if bool(unclear.any()):
+        row, token = unclear.nonzero()[0].tolist()
+        how = "jump" if bool(steps[row, token] > 1) else "go back"
         raise LongmeshError(
-            f"hf.context_parallel: position_ids jump from {int(positions[row, token])} to "
-            f"{int(positions[row, token + 1])} in row {row}, which may be one document or two; give an attention_mask "
-            "of ones if each row is one document, else cu_seqlens= or positions that start again at 0"
+            f"hf.context_parallel: position_ids {how} from {int(positions[row, token])} to "
+            f"{int(positions[row, token + 1])} in row {row}, which may be one document or two; pass an attention_mask "
+            "of ones if each row is one document, else cu_seqlens= or positions that start again at 0. If answers share "
+            "a prompt, pass an attention_mask of ones, and mask= with the keys that each answer sees"
         )
     lengths = [run_lengths(row.tolist()) for row in starts]
     return masks.documents(lengths[0] if len(lengths) == 1 else lengths, within=masks.full())

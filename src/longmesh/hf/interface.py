@@ -38,6 +38,7 @@ def register() -> None:
     >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="longmesh")
     """
     attention, mask = private.interfaces()
+    private.check_version()
     attention.register(NAME, attend)
     mask.register(NAME, mask_tensor)
     for classes in private.attention_classes():  # ours is recognised in their eager one

@@ -1,4 +1,4 @@
-"""Parts of transformers that are not public, each behind a function here. A test names the versions it is known from.
+"""Parts of transformers that are not public, each behind a function here, known from the versions in `VERSIONS`.
 
 - where attention and masks are registered, and models that choose attention by the implementation's name
 - `_attn_implementation` of a configuration
@@ -9,14 +9,28 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from longmesh.errors import LongmeshError
+
 VERSIONS = ("5.22", "5.23")
 _IMPLEMENTATION = "_attn_implementation"
+# Where models choose their attention class by the name of the implementation.
+_CLASSES = {
+    "bark.modeling_bark": "BARK_ATTENTION_CLASSES",
+    "deepseek_ocr2.modeling_deepseek_ocr2": "DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES",
+    "falcon.modeling_falcon": "FALCON_ATTENTION_CLASSES",
+    "git.modeling_git": "GIT_SELF_ATTENTION_CLASSES",
+    "gpt_neo.modeling_gpt_neo": "GPT_NEO_ATTENTION_CLASSES",
+    "gptj.modeling_gptj": "GPTJ_ATTENTION_CLASSES",
+    "unlimited_ocr.modeling_unlimited_ocr": "UNLIMITED_OCR_SAM_VISION_ATTENTION_CLASSES",
+}
 
 
 def interfaces() -> tuple[Any, Any]:
@@ -29,25 +43,34 @@ def interfaces() -> tuple[Any, Any]:
     return AttentionInterface, AttentionMaskInterface
 
 
-def attention_classes() -> list[dict[str, Any]]:
-    """Of models that choose their attention by the name of the implementation."""
-    from transformers.models.bark import modeling_bark
-    from transformers.models.deepseek_ocr2 import modeling_deepseek_ocr2
-    from transformers.models.falcon import modeling_falcon
-    from transformers.models.git import modeling_git
-    from transformers.models.gpt_neo import modeling_gpt_neo
-    from transformers.models.gptj import modeling_gptj
-    from transformers.models.unlimited_ocr import modeling_unlimited_ocr
+def check_version() -> None:
+    """Raise for a major version of transformers that is not known, and warn of a minor one that is not tested."""
+    import transformers
 
-    return [
-        modeling_bark.BARK_ATTENTION_CLASSES,
-        modeling_deepseek_ocr2.DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES,
-        modeling_falcon.FALCON_ATTENTION_CLASSES,
-        modeling_git.GIT_SELF_ATTENTION_CLASSES,
-        modeling_gpt_neo.GPT_NEO_ATTENTION_CLASSES,
-        modeling_gptj.GPTJ_ATTENTION_CLASSES,
-        modeling_unlimited_ocr.UNLIMITED_OCR_SAM_VISION_ATTENTION_CLASSES,
-    ]
+    installed, tested = transformers.__version__, " and ".join(VERSIONS)
+    if installed.partition(".")[0] not in {version.partition(".")[0] for version in VERSIONS}:
+        raise LongmeshError(
+            f"longmesh.hf is tested with transformers {tested}, and {installed} is installed, another major version: "
+            f"it would not be known what its models do; pip install 'transformers~={VERSIONS[-1]}'"
+        )
+    if ".".join(installed.split(".")[:2]) not in VERSIONS:
+        warnings.warn(
+            f"longmesh.hf is tested with transformers {tested}, and {installed} is installed; call hf.verify(model, "
+            f"mesh) once for each model that you train, or pip install 'transformers~={VERSIONS[-1]}.0'",
+            stacklevel=3,
+        )
+
+
+def attention_classes() -> Iterator[dict[str, Any]]:
+    """The tables of models that choose their attention by the name of the implementation. A module that is not there,
+    or can't be imported, is a model that nobody runs with this version."""
+    for module, name in _CLASSES.items():
+        try:
+            table = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+        except Exception:  # noqa: S112 - whatever a model's own module raises concerns this model alone
+            continue
+        if isinstance(table, dict) and "eager" in table:
+            yield table
 
 
 def sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
