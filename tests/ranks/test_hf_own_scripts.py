@@ -1,5 +1,6 @@
 """What a script may do in a scope by itself, models, losses, positions and caches: exact, or refused on every rank."""
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,30 @@ def compiled(model: Any, name: str) -> Any:
     return model
 
 
+def called_compiled(how: str, kind: str = "llama") -> Any:
+    """A model called once as it is and then, in another scope, compiled in one of the ways that torch has."""
+    model: Any = make(kind)
+    if kind == "llama":
+        call(model)
+    if how == "by itself":
+        model.compile(backend="eager")
+    elif how == "layer by layer":
+        for layer in getattr(model, "model", None).layers if kind == "llama" else model.backbone.layers:
+            layer.compile(backend="eager")
+    elif how == "layers wrapped":
+        model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    elif how == "wrapped":
+        model = torch.compile(model, backend="eager")
+    elif how == "in a function":
+        inner = model
+        model = torch.compile(lambda **part: inner(**part), backend="eager")
+    elif how == "feed-forwards":
+        model.model.layers[0].mlp.compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of hooks and of what it can't trace
+        return call(model)
+
+
 def without_positions(model: Any) -> Any:
     with hf.context_parallel(cpu_mesh(2), {"input_ids": IDS}) as part:
         return model(part["input_ids"])
@@ -87,6 +112,23 @@ def refused() -> dict[str, tuple[Callable[[], Any], str]]:
             lambda: call(compiled(make("llama"), "model.layers.0")),
             "LlamaDecoderLayer (model.layers.0) is compiled",
         ),
+        "compiled by itself": (lambda: called_compiled("by itself"), "LlamaForCausalLM is compiled"),
+        "layers compiled one by one": (
+            lambda: called_compiled("layer by layer"),
+            "LlamaDecoderLayer (model.layers.0) is compiled",
+        ),
+        "recurrent layers compiled": (
+            lambda: called_compiled("layer by layer", "mamba"),
+            "MambaBlock (backbone.layers.0) is compiled",
+        ),
+        "wrapped layers": (
+            lambda: called_compiled("layers wrapped"),
+            "LlamaDecoderLayer (model.layers.0) is compiled",
+        ),
+        "a wrapped model": (lambda: called_compiled("wrapped"), "LlamaForCausalLM is compiled"),
+        "experts compiled": (lambda: called_compiled("wrapped", "mixtral"), "MixtralForCausalLM is compiled"),
+        "a compiled function": (lambda: called_compiled("in a function"), "LlamaForCausalLM is compiled"),
+        "compiled feed-forwards": (lambda: called_compiled("feed-forwards"), "not refused"),
         "a compiled forward": (lambda: call(compiled(make("llama"), "")), "LlamaForCausalLM is compiled"),
         "positions left out": (
             lambda: without_positions(make("llama")),

@@ -344,10 +344,22 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def compiled_module(module: nn.Module) -> nn.Module | None:
     """The module that this one runs compiled: itself after module.compile() or module.forward =
     torch.compile(module.forward), the one inside of torch.compile(module); None if it is not compiled."""
+    inside = module._modules.get("_orig_mod")
+    if inside is not None:  # its wrapper has a compiled forward, too
+        return inside
     has_compiled_forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-    if has_compiled_forward or getattr(module, "_compiled_call_impl", None) is not None:
-        return module
-    return module._modules.get("_orig_mod")
+    is_compiled = has_compiled_forward or getattr(module, "_compiled_call_impl", None) is not None
+    return module if is_compiled else None
+
+
+def runs_compiled() -> bool:
+    """Whether this is called from code that torch.compile traces or has compiled. Traced code is left for it."""
+    return torch.compiler.is_compiling() or callable(_frame_callback())
+
+
+_frame_callback = find(
+    "torch._C._dynamo.eval_frame:get_eval_frame_callback", "refusing compiled transformers models", lambda: None
+)
 
 
 def share_state(module: nn.Module, source: nn.Module) -> None:

@@ -40,9 +40,6 @@ def refuse_kind(model: nn.Module) -> None:
             f"hf.context_parallel can't cut {type(model).__name__}: its decoder gets other tokens than its encoder, "
             "made of labels; a decoder alone (AutoModelForCausalLM) can be cut"
         )
-    for name, part in model.named_modules():
-        if compiled_module(part) is not None and any(map(_attends, part.modules())):
-            refuse_compiled(part, name)
     found = implementation_of(model)
     if found != NAME and any(map(_attends, model.modules())):
         raise LongmeshError(
@@ -73,6 +70,14 @@ def refuse_compiled(model: nn.Module, name: str = "") -> None:
         f"hf.context_parallel: {type(model).__name__}{where} is compiled (torch.compile, torch_compile=True), so it "
         "can't be inspected before its first step; run it without torch.compile"
     )
+
+
+def refuse_compiled_layers(model: nn.Module) -> None:
+    """Raise for a model with compiled layers that mix tokens; others, such as MLPs, may be compiled."""
+    for name, part in model.named_modules():
+        inner = compiled_module(part)
+        if inner is not None and any(_attends(each) or is_mixer(each) for each in inner.modules()):
+            refuse_compiled(inner, name)
 
 
 def _attends(module: nn.Module) -> bool:

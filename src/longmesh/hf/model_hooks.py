@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from longmesh._torch import compiled_module
+from longmesh._torch import compiled_module, runs_compiled
 from longmesh._torch.process_wide import watch_modules
 from longmesh.hf.adaptation import Adaptation, adapt
 from longmesh.hf.call_checks import (
     named_arguments,
     refuse_compiled,
+    refuse_compiled_layers,
     refuse_loss,
     refuse_options,
     refuse_other_terms,
@@ -58,12 +59,17 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
         return threading.get_ident() == thread and current_inspection() is None
 
     def before(module: nn.Module, args: Any) -> None:
+        compiled = compiled_module(module)
+        if isinstance(compiled, PreTrainedModel):
+            refuse_compiled(compiled)
+        if isinstance(module, PreTrainedModel) and runs_compiled():
+            refuse_compiled(module)
         is_first = is_ours(module) and not outermost
         if is_ours(module):
             outermost.append(module)
-        if isinstance(compiled_module(module), PreTrainedModel):
-            refuse_compiled(module)
         if is_first:
+            if module not in prepared:
+                refuse_compiled_layers(module)
             refuse_zero_padding(module, batch)
             adaptation = adaptation_of(module, batch, gather)
             batch.count_positions(adaptation.rule, padding_id(module))
@@ -76,7 +82,7 @@ def watch_models(batch: OpenBatch, gather: bool) -> Iterator[None]:
                 batch.loss.enter_model()
 
     def after(module: nn.Module, args: Any, *rest: Any) -> Any:
-        if not is_ours(module):
+        if not is_ours(module) or module not in outermost:  # refused before it ran
             return None
         # torch leaves kwargs out where a model has raised.
         kwargs, output = rest if len(rest) == 2 else ({}, None)
