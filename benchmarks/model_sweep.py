@@ -79,9 +79,10 @@ sequence on every rank; on 2 ranks, for the same kinds of rows. `no reference`: 
 process's own eager loss or gradients are not finite, so there is nothing to compare with. A model of another kind, or
 one of yours, is inspected in the same way when it is first called.
 
-Configurations are chosen so that every mechanism does something on these rows: windows, chunks and blocks are shorter than
-a row, indexers choose fewer keys than are visible, routers fewer experts than there are. The sweep checks that one
-process computes other logits without each of them. It could not make these do anything:
+Configurations are chosen so that every mechanism does something on these rows: windows, chunks and blocks are shorter
+than a row, indexers choose fewer keys than are visible, routers choose fewer experts than there are. The sweep checks
+that one process computes other logits without each mechanism. It could not make these do anything:
+
 {idle}
 
 {counts}
@@ -199,11 +200,11 @@ def page() -> str:
     if left_out:
         text += f"\n\nNot made small, so not tried: {', '.join(left_out)}."
     table = "".join(f"| {name} | {kind} | {_cell(why)} | {after} |\n" for name, kind, why, after in rows)
-    idle = "; ".join(
-        f"{family} ({', '.join(f'`{name}`' for name in sorted(names))}: {why})"
+    idle = "\n".join(
+        f"- {family}: {', '.join(f'`{name}`' for name in sorted(names))}: {why}"
         for family, (names, why) in active_mechanisms.IDLE.items()
     )
-    return HEAD.format(counts=text, made=made.removeprefix("# "), idle=f"{idle}.") + table
+    return HEAD.format(counts=text, made=made.removeprefix("# "), idle=idle) + table
 
 
 def _cell(why: str) -> str:

@@ -94,6 +94,32 @@ def test_a_loop_of_ones_own_trains_as_one_process(pool, kind, shape, names, lora
     assert max(pool.run(both, kind, wrap, lora, shape, names, ranks=ranks, timeout=200.0)) < 1e-5
 
 
+def laid_out() -> tuple[list[int], list[int]]:
+    """The tokens that a loop and a Trainer give their model, each with a layout."""
+    import transformers
+    from accelerate import Accelerator
+
+    batch = {"input_ids": IDS, "labels": IDS}
+    with accelerated():
+        accelerator = Accelerator(cpu=True)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        hf.prepare(accelerator, make("llama", "eager"), mesh=mesh)
+        with hf.cut_batch(accelerator, batch, layout="contiguous") as part:
+            ours = part["position_ids"][0].tolist()
+        args = transformers.TrainingArguments("out", use_cpu=True, report_to=[], disable_tqdm=True)
+        trainer = hf.Trainer(make("llama", "eager"), args, mesh=mesh, layout="contiguous")
+        scope, inputs = trainer.cut_inputs(batch)
+        with scope():
+            trainer.compute_loss(trainer.model, inputs)
+            return ours, inputs["position_ids"][0].tolist()
+
+
+def test_loops_and_trainers_take_a_layout(pool):
+    first, second = pool.run(laid_out, ranks=2, timeout=120.0)
+    assert first == (list(range(7)), list(range(7)))
+    assert second == (list(range(7, 13)), list(range(7, 13)))
+
+
 def masked_losses() -> tuple[float, float]:
     """Of a model that does not shift labels, with every token labelled, the first too."""
     from accelerate import Accelerator

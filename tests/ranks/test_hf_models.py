@@ -73,6 +73,7 @@ FACTORS = [1.0 + 0.1 * i for i in range(4)]
     ("family", "settings"),
     [
         ("mixtral", {"output_router_logits": True}),
+        ("llama4_text", {"floor_scale": 20}),  # more than the tokens of an inspection
         ("jetmoe", {"output_router_logits": True, "aux_loss_coef": 0.5}),
         (
             "llama",
@@ -95,7 +96,7 @@ FACTORS = [1.0 + 0.1 * i for i in range(4)]
             },
         ),
     ],
-    ids=["router loss", "router loss by another name", "dynamic rope", "longrope"],
+    ids=["router loss", "queries scaled by place", "router loss by another name", "dynamic rope", "longrope"],
 )
 def test_what_depends_on_the_whole_sequence_is_taken_from_it(pool, family, settings):
     for loss, gradients in pool.run(with_settings, 2, family, settings, ranks=2, timeout=300.0):
@@ -129,13 +130,15 @@ def test_gathered_layers_drop_out_alike(pool):
     assert pool.run(drawn_alike, ranks=2) == [True, True]
 
 
-@pytest.mark.parametrize(("what", "text"), [("right", "padding it would see that"), ("packed", "mix them")])
+@pytest.mark.parametrize(
+    ("what", "text"), [("right", "tokens from seeing padding"), ("packed", "documents of a row apart")]
+)
 def test_gathered_layers_without_a_mask_refuse_what_a_mask_would_hide(pool, what, text):
     found = pool.run(sweep_family, 2, "blt", (what,), {"unknown": "gather"}, ranks=2, timeout=300.0)
     for outcomes in found:
         kind, said = outcomes[what]
         assert kind == "refused"
-        assert "gets no mask, so in a row of" in said
+        assert "gets position_ids and no mask, so it is not known whether it keeps" in said
         assert text in said
 
 

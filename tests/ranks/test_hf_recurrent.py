@@ -48,6 +48,29 @@ def test_masks_of_ones_and_rows_without_a_token(pool):
     assert pool.run(masked_batches, 2, ranks=2, timeout=120.0) == [["exact", "exact"]] * 2
 
 
+def out_of_order(ranks: int) -> list[str]:
+    """What is said where a layout deals tokens out, before anything of the model runs; and of what was given."""
+    hf.register()
+    ran: list[str] = []
+    model, texts = make_model("bamba", "longmesh"), []
+    model.get_input_embeddings().register_forward_hook(lambda *args: ran.append("embedded"))
+    for given in ({}, {"layout": "zigzag"}, {"layout": "zigzag", "model": model}):
+        try:
+            with hf.context_parallel(cpu_mesh(ranks), make_batch("plain"), **given) as part:
+                model(**part, use_cache=False)
+        except LongmeshError as error:
+            texts.append(str(error))
+    return [*texts, *ran]
+
+
+def test_tokens_that_are_dealt_out_are_refused_before_anything_runs(pool):
+    for said in pool.run(out_of_order, 2, ranks=2):
+        assert len(said) == 3, said
+        assert "layout Zigzag deals them out; pass model=model to the scope, or layout='ordered'" in said[0]
+        for text in said[1:]:
+            assert "leave layout= out and pass model=model to the scope, or layout='ordered'" in text
+
+
 def left_as_it_was(ranks: int) -> tuple[list[str], str, str]:
     """Which mixers keep anything of ours after a scope, and what is said of a cache and of holes in the padding."""
     hf.register()

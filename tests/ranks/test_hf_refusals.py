@@ -38,7 +38,8 @@ def refusal(ranks: int, kind: str) -> str:
             block.attention.__class__ = type("NewAttention", (type(block.attention),), {})
     ids = torch.randint(3, 61, (2, 37), generator=torch.Generator().manual_seed(1))
     try:
-        with hf.context_parallel(cpu_mesh(ranks), {"input_ids": ids, "labels": ids}) as part:
+        layout = "ordered" if kind == "new" else None
+        with hf.context_parallel(cpu_mesh(ranks), {"input_ids": ids, "labels": ids}, layout=layout) as part:
             model(**part, use_cache=False)
     except LongmeshError as error:
         assert all(module.training for module in model.modules()) == model.training
@@ -49,7 +50,10 @@ def refusal(ranks: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "parts"),
     [
-        ("mamba", ["has recurrent layers", "layout Zigzag", "give model=model, or layout='ordered'"]),
+        (
+            "mamba",
+            ["has recurrent layers", "layout Zigzag", "; pass model=model to the scope, or layout='ordered'"],
+        ),
         ("new", ["can't cut RwkvForCausalLM", "(rwkv.blocks.0.attention.time_shift)", "a recurrent layer"]),
         ("xlnet", ["can't cut XLNetLMHeadModel", "XLNetRelativeAttention", "unknown='gather'"]),
         ("doge", ["can't cut DogeForCausalLM", "DogeAttention", "computes with its attention mask"]),

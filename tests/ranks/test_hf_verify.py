@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 
 from longmesh import hf
@@ -23,19 +24,24 @@ class PositionInPart(torch.nn.Module):
         return out * (1 + 0.005 * (at > 14))
 
 
-def verified(ranks: int, family: str) -> tuple[float, float, bool]:
+def verified(ranks: int, family: str, implementation: str) -> tuple[float, float, bool]:
     hf.register()
-    model = make_model(family, "longmesh").train()
-    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    model = make_model(family, implementation).train()
+    head = model.get_output_embeddings()
+    head.weight.grad = torch.ones_like(head.weight)
     found = hf.verify(model, cpu_mesh(ranks))
     assert model.training
-    assert bool((model.lm_head.weight.grad == 1).all())
-    assert model.config._attn_implementation == "longmesh"
+    assert bool((head.weight.grad == 1).all())
+    assert model.config._attn_implementation == implementation
     return found.loss, found.gradients, found.layer is None
 
 
-def test_a_model_that_is_right(pool):
-    for loss, gradients, same in pool.run(verified, 2, "gpt_oss", ranks=2, timeout=300.0):
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [("gpt_oss", "longmesh"), ("bamba", "longmesh"), ("mamba", "longmesh"), ("mamba", "eager")],
+)
+def test_a_model_that_is_right(pool, family, implementation):
+    for loss, gradients, same in pool.run(verified, 2, family, implementation, ranks=2, timeout=300.0):
         assert loss < 1e-5
         assert gradients < 1e-3
         assert same

@@ -19,7 +19,7 @@ _MANY = 4096  # tokens, more than a row has
 KEYS = (
     *("sliding_window", "sliding_window_size", "window_size", "attention_window_size"),
     *("keep_window_size", "attention_chunk_size", "index_topk", "index_topk_blocks", "indexer_budget"),
-    *("local_attn_chunk_length", "lsh_attn_chunk_length", "num_random_blocks"),
+    *("local_attn_chunk_length", "lsh_attn_chunk_length", "num_random_blocks", "floor_scale"),
 )
 # How many are chosen, and how many there are.
 CHOSEN = {
@@ -31,7 +31,14 @@ CHOSEN = {
 }
 # What could not be made active, by family, and why.
 IDLE = {
-    "bigbird_pegasus": ({"num_random_blocks"}, "block-sparse attention is its encoder's; a causal LM is the decoder"),
+    "bigbird_pegasus": (
+        {"num_random_blocks"},
+        "block-sparse attention is its encoder's; a causal LM is the decoder",
+    ),
+    "doge": (
+        {"num_experts_per_tok"},
+        "it has experts only with is_moe=True, and those mix tokens: gathered at best",
+    ),
     "moshi": ({"sliding_window"}, "transformers' eager attention has no window in this model"),
     "nemotron_h": ({"sliding_window"}, "transformers does not read it"),
     "phimoe": ({"num_experts_per_tok"}, "any number chooses 2 of its experts"),
@@ -49,9 +56,10 @@ def refuse_idle(family: str, batch: dict[str, Tensor]) -> None:
     idle = set(inactive_mechanisms(family, batch))
     listed = IDLE[family][0] if family in IDLE else set()
     if idle != listed:
+        did, known = (", ".join(sorted(names)) or "nothing" for names in (idle, listed))
         raise AssertionError(
-            f"{family}: {', '.join(sorted(idle)) or 'nothing'} did not run, and {', '.join(sorted(listed)) or 'nothing'} "
-            "is listed in IDLE; set its limit in tiny_models.py below what a row has"
+            f"{family}: {did} did not run, and {known} is listed in IDLE; set its limit in tiny_models.py below what a "
+            "row has"
         )
 
 
@@ -63,7 +71,9 @@ def inactive_mechanisms(family: str, batch: dict[str, Tensor]) -> list[str]:
         limits = _limits(config.get_text_config())
         length = batch["input_ids"].shape[1]
         usual = _logits(config, batch)
-        idle = [name for name, without in limits.items() if _does_nothing(family, name, without, usual, batch)]
+        idle = [
+            name for name, without in limits.items() if _does_nothing(family, name, without, usual, batch)
+        ]
         idle += [name for name in TILES if (_number(config.get_text_config(), name) or 0) >= length]
     return sorted(idle)
 

@@ -358,7 +358,9 @@ def runs_compiled() -> bool:
 
 
 _frame_callback = find(
-    "torch._C._dynamo.eval_frame:get_eval_frame_callback", "refusing compiled transformers models", lambda: None
+    "torch._C._dynamo.eval_frame:get_eval_frame_callback",
+    "refusing compiled transformers models",
+    lambda: None,
 )
 
 

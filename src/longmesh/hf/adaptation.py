@@ -20,6 +20,8 @@ from longmesh.hf.gather import run_gathered
 from longmesh.hf.mixers.bind import bind_mixer, is_mixer
 from longmesh.hf.open_batch import OpenBatch, current_inspection, is_fusing, is_whole
 
+_TEMPERED = "attn_temperature_tuning"
+
 
 @dataclass(frozen=True)
 class Adaptation:
@@ -36,6 +38,8 @@ class Adaptation:
 
 def adapt(model: nn.Module, adaptation: Adaptation, batch: OpenBatch) -> ExitStack:
     """Prepare a model for this batch. Closing what is returned leaves it as it was."""
+    if any(map(is_mixer, model.modules())):
+        batch.recurrent(through_padding=True)  # raises before anything runs if tokens are not in order
     undo = ExitStack()
 
     def local_positions() -> Tensor | None:
@@ -60,6 +64,11 @@ def adapt(model: nn.Module, adaptation: Adaptation, batch: OpenBatch) -> ExitSta
         if positions.counts_by_itself(module):
             for handle in positions.give_positions(module, local_positions):
                 undo.callback(handle.remove)
+        if positions.scales_by_place(module):
+            undo.callback(setattr, module, _TEMPERED, getattr(module, _TEMPERED))
+            setattr(module, _TEMPERED, False)
+            batch.tempered.add(module)
+            undo.callback(batch.tempered.discard, module)
         if rope.depends_on_length(module):
             for handle in rope.give_length(module, longest):
                 undo.callback(handle.remove)

@@ -46,8 +46,8 @@ def _documents(positions: Tensor, cu_seqlens: Tensor | Sequence[int] | None) -> 
         raise LongmeshError(
             f"hf.context_parallel: position_ids {how} from {int(positions[row, token])} to "
             f"{int(positions[row, token + 1])} in row {row}, which may be one document or two; pass an attention_mask "
-            "of ones if each row is one document, else cu_seqlens= or positions that start again at 0. If answers share "
-            "a prompt, pass an attention_mask of ones, and mask= with the keys that each answer sees"
+            "of ones if each row is one document, else cu_seqlens= or positions that start again at 0. If answers "
+            "share a prompt, pass an attention_mask of ones, and mask= with the keys that each answer sees"
         )
     lengths = [run_lengths(row.tolist()) for row in starts]
     return masks.documents(lengths[0] if len(lengths) == 1 else lengths, within=masks.full())

@@ -41,7 +41,7 @@ def refuse_kind(model: nn.Module) -> None:
             "made of labels; a decoder alone (AutoModelForCausalLM) can be cut"
         )
     found = implementation_of(model)
-    if found != NAME and any(map(_attends, model.modules())):
+    if found != NAME and has_attention(model):
         raise LongmeshError(
             f"hf.context_parallel: {type(model).__name__} has attn_implementation={found!r}, which sees this rank's "
             "tokens only; call hf.register() and model.set_attn_implementation('longmesh'), or make it with that"
@@ -78,6 +78,11 @@ def refuse_compiled_layers(model: nn.Module) -> None:
         inner = compiled_module(part)
         if inner is not None and any(_attends(each) or is_mixer(each) for each in inner.modules()):
             refuse_compiled(inner, name)
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Whether a model has layers that attend, by the names of their classes."""
+    return any(map(_attends, model.modules()))
 
 
 def _attends(module: nn.Module) -> bool:

@@ -31,7 +31,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, engine: ContextParallel, dim: int) -> Tensor:
         ctx.engine, ctx.dim = engine, dim
-        return engine.unshard(part, dim)
+        return engine.unshard(part, dim).contiguous()  # as in one process: layers take views of it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -96,10 +96,12 @@ def _whole(
     engine, tokens = batch.cut.lead, batch.cut.num_tokens
     has_mask = any(isinstance(value, CutMask) for value in (*args, *kwargs.values()))
     if not has_mask and (batch.is_packed or batch.padding is not None):
-        what = "several documents it would mix them" if batch.is_packed else "padding it would see that"
+        has_positions = kwargs.get("position_ids") is not None
         raise LongmeshError(
-            f"hf.context_parallel(unknown='gather'): {type(module).__name__} gets no mask, so in a row of {what}; give "
-            "one document a row, without padding"
+            f"hf.context_parallel(unknown='gather'): {type(module).__name__} gets "
+            f"{'position_ids and no mask' if has_positions else 'no mask'}, so it is not known whether it keeps "
+            f"{'documents of a row apart' if batch.is_packed else 'tokens from seeing padding'}; pass one document per "
+            "row, without padding"
         )
 
     def gather(value: Any) -> Any:

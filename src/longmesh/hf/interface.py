@@ -25,6 +25,7 @@ from longmesh.hf.cached_keys import CachedKeys
 from longmesh.hf.gather import dense
 from longmesh.hf.mask_functions import mask_of
 from longmesh.hf.open_batch import as_whole, current_batch, current_inspection, is_fusing, is_whole
+from longmesh.hf.positions import temper
 
 NAME = "longmesh"
 
@@ -102,6 +103,8 @@ def attend(
         return token_by_token(query, key, value).transpose(1, 2).contiguous(), None
     refuse_reentrant_checkpoint()
     engine = _engine(cut, module, attention_mask, is_causal, sliding_window)
+    if batch is not None and module in batch.tempered:
+        query = temper(module, query, batch.local_places)
     out = engine(
         query,
         key,

@@ -31,6 +31,7 @@ except ImportError as error:
         "longmesh.hf.prepare needs transformers and accelerate: pip install 'longmesh[accelerate]'"
     ) from error
 
+from longmesh.attention import Layout
 from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, sum_over, use_mesh
 from longmesh.hf.interface import NAME, register
@@ -84,6 +85,7 @@ def cut_batch(
     *,
     num_items: int | Tensor | None = None,
     model: nn.Module | None = None,
+    layout: Layout | str | None = None,
     cluster: Cluster | str | None = None,
 ) -> Iterator[dict[str, Any]]:
     """`context_parallel` for a loop whose accelerator was given to `prepare`; yields what to call the model with.
@@ -91,8 +93,8 @@ def cut_batch(
     `batch` is that of the prepared loader, the same on all ranks of a sequence. The loss is this rank's share of the
     mean over the labels of all ranks, times their number, since gradients are averaged. `num_items` is a number of
     labels to divide by instead: of all batches that are accumulated, on all ranks of "dp". `model`: one that has
-    recurrent layers, so that tokens are laid out in order. `cluster`: as of `context_parallel`. Collective over the
-    mesh.
+    recurrent layers, so that tokens are laid out in order. `layout`, `cluster`: as of `context_parallel`. Collective
+    over the mesh.
 
     >>> from accelerate import Accelerator
     >>> with cut_batch(Accelerator(cpu=True), {"input_ids": torch.arange(10)[None]}) as part:
@@ -107,7 +109,7 @@ def cut_batch(
         )
     mesh = accelerator.longmesh_mesh
     rest, options = scope_arguments(batch)
-    how = {"model": model, "cluster": cluster}
+    how = {"model": model, "layout": layout, "cluster": cluster}
     accelerator.__dict__["longmesh_scope"] = how  # the next batch is planned so
     with context_parallel(accelerator.cp_mesh, rest, **how, **options) as part:
         if rest.get("labels") is not None:

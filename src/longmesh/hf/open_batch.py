@@ -31,13 +31,21 @@ class OpenBatch:
     every rank has some. `loss`: of a batch with labels. `in_model`: a transformers model runs.
     """
 
-    def __init__(self, cut: CutSequence, given: WholeBatch, batch: Mapping[str, Any], num_given: int) -> None:
+    def __init__(
+        self,
+        cut: CutSequence,
+        given: WholeBatch,
+        batch: Mapping[str, Any],
+        num_given: int,
+        has_layout: bool = False,
+    ) -> None:
         self.cut, self.tokens, self.embeds = cut, given.ids, given.embeds
         self.padding, self.is_packed, self.features = given.padding, given.is_packed, given.features
         self.in_order, self.has_mask = given.in_order, batch.get("attention_mask") is not None
         self.types = batch[given.types[0]] if given.types else None
         self.decoder: frozenset[nn.Module] | None = None
-        self.num_given = num_given
+        self.num_given, self._has_layout = num_given, has_layout
+        self.tempered: set[nn.Module] = set()  # whose queries are scaled by their places in the row
         self.loss: SharedLoss | None = None
         self.in_model = False
         self._given = given
@@ -62,6 +70,12 @@ class OpenBatch:
         no host waits for its device to learn where documents end."""
         part, mesh = self.cut.lead.shard(tensor, dim), self.cut.mesh
         return part if mesh is None or part.device.type != "cpu" else part.to(mesh.device_type)
+
+    @property
+    def local_places(self) -> Tensor:
+        """(rows, tokens): where in their row this rank's tokens are."""
+        places = torch.arange(self.length, device=self.tokens.device).expand(self.tokens.shape)
+        return self.part_of(places, 1)
 
     def is_outside(self, module: nn.Module) -> bool:
         """Whether a module sees something else than this rank's tokens: it comes before the cut."""
@@ -96,9 +110,10 @@ class OpenBatch:
         spans = [layers.plan.span(rank) for rank in range(layers.plan.num_ranks)]
         in_order = tuple(((start, stop),) if start < stop else () for start, stop in spans)
         if any(tuple(row.ownership.pieces) != in_order for row in cut.lead.plan.rows):
+            remedy = "leave layout= out and pass model=model" if self._has_layout else "pass model=model"
             raise LongmeshError(
                 "hf.context_parallel: the model has recurrent layers, which need each rank's tokens in one stretch, "
-                f"and layout {cut.layout} deals them out; give model=model, or layout='ordered'"
+                f"and layout {cut.layout} deals them out; {remedy} to the scope, or layout='ordered'"
             )
         return layers
 

@@ -5,6 +5,9 @@ padding from padding_idx + 1. Which rule a model follows is found by inspecting 
 
 A module that embeds positions may count them by itself and never hear of position_ids. If its forward takes
 `position_ids`, a hook gives it this rank's.
+
+Llama 4 scales the queries of layers without rotary embeddings by their place in the row, which it counts by itself, in
+steps of 8,192 tokens: too long for inspection to see. Inside a scope the bridge scales them (`temper`).
 """
 
 from __future__ import annotations
@@ -55,6 +58,18 @@ def counts_by_itself(module: nn.Module) -> bool:
     if "Position" not in type(module).__name__ or "Embedding" not in type(module).__name__:
         return False
     return "position_ids" in inspect.signature(module.forward).parameters
+
+
+def scales_by_place(module: nn.Module) -> bool:
+    """Whether an attention layer scales queries by their place in the row, in steps of `floor_scale` tokens."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def temper(module: Any, query: Tensor, places: Tensor) -> Tensor:
+    """Scale queries (rows, heads, tokens, head dim) by their places (rows, tokens), as Llama 4's attention does."""
+    steps = torch.floor((places.float() + 1.0) / module.floor_scale)
+    scales = torch.log1p(steps) * module.attn_scale + 1.0
+    return (query * scales[:, None, :, None]).to(query.dtype)
 
 
 def give_positions(module: nn.Module, positions: Callable[[], Tensor | None]) -> list[RemovableHandle]:

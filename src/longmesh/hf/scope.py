@@ -109,12 +109,12 @@ def context_parallel(
     refuse_different(
         mesh, batch if cu_seqlens is None else {**batch, "cu_seqlens": torch.as_tensor(cu_seqlens)}
     )
-    layout = _layout_for(layout, model)
+    has_layout, layout = layout is not None, _layout_for(layout, model)
     length = WholeBatch.of(batch, cu_seqlens).ids.shape[1]
     batch, given, cut = _cut(
         mesh, batch, cu_seqlens=cu_seqlens, mask=mask, layout=layout, exchange=exchange, cluster=cluster
     )
-    whole = OpenBatch(cut, given, batch, length)
+    whole = OpenBatch(cut, given, batch, length, has_layout)
     part = whole.part(batch)
     handlers: dict[Callable[..., Any], Callable[..., Any]] = {
         **scores.HANDLERS,

@@ -27,6 +27,7 @@ except ImportError as error:
         "longmesh.hf.Trainer needs transformers and accelerate: pip install 'longmesh[accelerate]'"
     ) from error
 
+from longmesh.attention import Layout
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, axis_size, sum_over, use_mesh
@@ -51,7 +52,8 @@ class Trainer(TrainerHooks, transformers.Trainer):
     `loss`: "tiled" computes a causal LM's loss by tiles of tokens (`tiled_loss`), "model" lets the model compute it; by
     default it is tiled where a rank's logits would take more than 1 GiB. Evaluation that returns logits makes them all.
 
-    `cluster`: the machine that attention is planned for, as of `ContextParallel`.
+    `layout`: how sequences are cut, as of `context_parallel`. `cluster`: the machine that attention is planned for, as
+    of `ContextParallel`.
 
     `compute_loss_func` and `compute_metrics` get logits and labels of whole sequences, in token order.
 
@@ -68,6 +70,7 @@ class Trainer(TrainerHooks, transformers.Trainer):
         *args: Any,
         mesh: DeviceMesh | None = None,
         loss: str | None = None,
+        layout: Layout | str | None = None,
         cluster: Cluster | str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -75,7 +78,7 @@ class Trainer(TrainerHooks, transformers.Trainer):
             raise LongmeshError(f"hf.Trainer(loss={loss!r}): use 'tiled', 'model' or None")
         self.mesh = mesh
         self._loss = loss
-        self._cluster = cluster
+        self._layout, self._cluster = layout, cluster
         self._whole: dict[str, Any] | None = None
         self._gathers_outputs = False
         self._has_computed = False
@@ -135,7 +138,7 @@ class Trainer(TrainerHooks, transformers.Trainer):
     @contextlib.contextmanager
     def _scope(self, batch: dict[str, Any], options: dict[str, Any], part: dict[str, Any]) -> Iterator[None]:
         assert isinstance(self.accelerator, MeshAccelerator)
-        how = {"model": self.model, "cluster": self._cluster}
+        how = {"model": self.model, "layout": self._layout, "cluster": self._cluster}
         self.accelerator.__dict__["longmesh_scope"] = how  # the next batch is planned so
         with context_parallel(self.accelerator.cp_mesh, batch, **how, **options) as mine:
             part.update(self._accepted(mine))

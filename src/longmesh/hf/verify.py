@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
+from longmesh.hf.call_checks import has_attention
 from longmesh.hf.interface import NAME
 from longmesh.hf.open_batch import current_batch, current_inspection
-from longmesh.hf.private import implementation_of
+from longmesh.hf.private import implementation_of, with_implementation
 from longmesh.hf.scope import context_parallel
 
 
@@ -58,7 +59,7 @@ def verify(
     True
     """
     config: Any = getattr(model, "config", None)
-    if implementation_of(model) != NAME:
+    if implementation_of(model) != NAME and has_attention(model):
         raise LongmeshError(
             f"hf.verify: {type(model).__name__} has no attn_implementation='longmesh'; make it with that, or call "
             "model.set_attn_implementation('longmesh')"
@@ -74,20 +75,16 @@ def verify(
 
 
 def _run_whole(model: Any, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
-    model.set_attn_implementation("eager")
-    try:
-        with _outputs(model) as outputs:
-            loss = model(**batch, use_cache=False).loss
-            loss.backward()
-    finally:
-        model.set_attn_implementation(NAME)
+    with with_implementation(model, "eager"), _outputs(model) as outputs:
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
     return outputs, _take_gradients(model), loss.detach()
 
 
 def _run_cut(
     model: nn.Module, mesh: DeviceMesh, batch: dict[str, Tensor], unknown: str, whole: dict[str, Tensor]
 ) -> tuple[dict[str, float], list[Tensor], Tensor]:
-    with context_parallel(mesh, batch, unknown=unknown) as part, _outputs(model) as outputs:
+    with context_parallel(mesh, batch, unknown=unknown, model=model) as part, _outputs(model) as outputs:
         loss = model(**part, use_cache=False).loss
         loss.backward()
         opened = current_batch()

@@ -6,9 +6,10 @@ from support import active_mechanisms, tiny_models
 from support.model_sweep import make_batch
 
 # One family of each mechanism: indexers of keys and of blocks, windows in some layers, chunks, blocks, experts, groups.
-FAMILIES = (
-    "big_bird deepseek_v32 deepseek_v4 doge glm_moe_dsa llama4_text mamba2 minimax_m3_vl_text phimoe qwen2 smollm3"
-).split()
+FAMILIES = [
+    *("big_bird", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "llama4_text"),
+    *("mamba2", "minimax_m3_vl_text", "phimoe", "qwen2", "smollm3"),
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -31,7 +31,9 @@ def test_positions_that_begin_at_0_again_are_documents():
     ],
 )
 def test_positions_that_may_be_one_document_or_two_are_refused(positions, text):
-    with pytest.raises(LongmeshError, match=f"{text}, which may be one document or two.*pass an attention_mask of"):
+    with pytest.raises(
+        LongmeshError, match=f"{text}, which may be one document or two.*pass an attention_mask of"
+    ):
         visible(positions)
 
 

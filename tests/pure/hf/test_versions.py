@@ -1,4 +1,4 @@
-"""Versions of transformers: another major one is refused, an untested one warned of, a renamed model disables itself."""
+"""Versions of transformers: another major one is refused, an untested one warned of; a renamed model is left out."""
 
 import sys
 
@@ -16,14 +16,18 @@ def test_the_installed_version_is_tested():
 
 def test_another_major_version_is_refused(monkeypatch):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "6.0.1")
-    with pytest.raises(LongmeshError, match=r"tested with transformers 5.22 and 5.23, and 6.0.1 is installed, another"):
+    with pytest.raises(
+        LongmeshError, match=r"tested with transformers 5.22 and 5.23, and 6.0.1 is installed, another"
+    ):
         hf.register()
 
 
 @pytest.mark.parametrize("version", ["5.24.0.dev0", "5.3.1"])
 def test_an_untested_minor_version_is_warned_of(monkeypatch, version):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-    with pytest.warns(UserWarning, match=rf"tested with transformers 5.22 and 5.23, and {version} is installed; call hf"):
+    with pytest.warns(
+        UserWarning, match=rf"tested with transformers 5.22 and 5.23, and {version} is installed; call hf"
+    ):
         hf.register()
 
 
