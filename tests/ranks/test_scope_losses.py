@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from longmesh import DTensor, Replicate, Shard, distribute_tensor
 from longmesh.attention import cut_cross_entropy
 from longmesh.experimental import (
     context_parallel,
@@ -19,6 +20,7 @@ from longmesh.experimental import (
     disable_context_parallel,
     enable_context_parallel,
 )
+from longmesh.parallel import loss_parallel
 from longmesh.testing import cpu_mesh
 
 CLASSES = 6
@@ -311,6 +313,55 @@ def test_the_mean_of_all_ranks_is_left_alone(pool):
     assert all(pool.run(own_mean_inside, ranks=3))
 
 
+def sharded_classes(name: str, parallel: bool) -> float:
+    """Tokens over one axis, classes (the head's columns) over another."""
+    mesh = cpu_mesh(2, 2, names=("cp", "tp"))
+    torch.manual_seed(0)
+    weight = torch.randn(CLASSES, CLASSES, dtype=torch.float64)
+    _, labels, values = batch(7, "some")
+    whole = weight.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(LOSSES[name](values @ whole, labels, values), whole)
+    ours = distribute_tensor(weight, mesh["tp"], [Shard(1)], src_data_rank=None).requires_grad_()
+    with (
+        context_parallel(mesh["cp"], buffers=[labels, values], buffer_seq_dims=[1, 1]),
+        loss_parallel() if parallel else contextlib.nullcontext(),
+    ):
+        parts = [DTensor.from_local(t, mesh["tp"], [Replicate()]) for t in (labels, values)]
+        LOSSES[name](parts[1] @ ours, *parts).backward()
+    found = ours.grad.full_tensor().clone()
+    dist.all_reduce(found, group=mesh["cp"].get_group())
+    return (found / 2 - expected).abs().max().item()
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [("cross_entropy", False), ("cross_entropy", True), ("mse", False), ("weighted mse", False)],
+)
+def test_losses_of_dtensors(pool, name, parallel):
+    assert max(pool.run(sharded_classes, name, parallel, ranks=4)) < 1e-12
+
+
+def under_transforms() -> list[bool]:
+    _, labels, values = batch(7, "some")
+    weight = torch.eye(CLASSES, dtype=torch.float64)
+    with context_parallel(cpu_mesh(2), buffers=[labels, values], buffer_seq_dims=[1, 1]):
+
+        def loss(w: Tensor) -> Tensor:
+            return F.cross_entropy(*flat(values @ w, labels)) + F.mse_loss(values @ w, -values)
+
+        expected = torch.autograd.grad(loss(weight.requires_grad_()), weight)[0]
+        both = torch.func.vmap(torch.func.grad(loss))(torch.stack([weight, weight]))
+        return [torch.allclose(found, expected) for found in (torch.func.grad(loss)(weight), *both)]
+
+
+def test_transforms_of_the_loss(pool):
+    assert pool.run(under_transforms, ranks=2) == [[True] * 3] * 2
+
+
+def each_token(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+    return torch.func.vmap(F.cross_entropy)(x.flatten(0, 1)[:, None], y.flatten()[:, None])
+
+
 def error_of(loss: Loss) -> str:
     _, labels, values = batch(7, "some")
     with (
@@ -340,6 +391,11 @@ def test_what_has_no_exact_weight_is_refused(pool):
             "kl_div(reduction='batchmean') of a tensor of 3 dims inside a scope of context parallelism: it sums over "
             "this rank's tokens, and the average of such sums over ranks is too small; flatten tokens into the first "
             "dim, or use reduction='sum', divide by the rows and multiply by the ranks"
+        )
+    for text in pool.run(error_of, each_token, ranks=2):
+        assert text == (
+            "a mean loss under torch.vmap inside a scope of context parallelism: each sample has labels of its own, "
+            "whose numbers ranks can't add up; use reduction='sum' and divide by the number of labels of all ranks"
         )
     for text in pool.run(error_of, ctc, ranks=2):
         assert text == (

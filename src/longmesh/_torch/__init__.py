@@ -233,6 +233,10 @@ is_transformed: Callable[[torch.Tensor], bool] = find(
     "errors about torch.func",
     otherwise=lambda tensor: False,
 )
+# Whether a tensor has a dim of its own for torch.vmap.
+is_batched: Callable[[torch.Tensor], bool] = find(
+    "torch._C._functorch:is_batchedtensor", "errors about torch.vmap", otherwise=lambda tensor: False
+)
 # Whether autocast is on for any kind of device.
 is_any_autocast_enabled: Callable[[], bool] = find(
     "torch._C:_is_any_autocast_enabled",

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from longmesh._torch import no_torch_functions
+from longmesh.attention.scope.open_scopes import current_weigher
 from longmesh.errors import LongmeshError
 from longmesh.parallel.layer import FusedStep, can_fuse, run_fused
 from longmesh.rules.lookup import can_read, refuse_unread
@@ -61,7 +62,14 @@ class _CrossEntropyMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        return _cross_entropy(*args, **kwargs) if func is F.cross_entropy else func(*args, **kwargs)
+        if func is not F.cross_entropy:
+            return func(*args, **kwargs)
+        weigher = current_weigher(
+            func
+        )  # a scope of context parallelism weighs means, whichever was entered first
+        if weigher is not None:
+            return weigher(*args, run=_cross_entropy, **kwargs)
+        return _cross_entropy(*args, **kwargs)
 
 
 def _cross_entropy(

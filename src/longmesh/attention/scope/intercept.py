@@ -65,14 +65,14 @@ class AttentionMode(TorchFunctionMode):
         super().__init__()
         self.cut = cut
         self._is_nested = is_nested
-        self._handlers = handlers or {}
+        self.handlers = handlers or {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in self._handlers:
-            return self._handlers[func](*args, **kwargs)
+        if func in self.handlers:
+            return self.handlers[func](*args, **kwargs)
         if func in _SDPA:
             query = args[0] if args else kwargs["query"]
             if self._is_nested and query.shape[-2] != self.cut.num_tokens:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longmesh._torch import is_batched
 from longmesh.attention.tokens.add_up import add_up
 from longmesh.comm import MeshComm, kept_by_mesh
 from longmesh.errors import LongmeshError
@@ -56,12 +57,18 @@ _DIVIDED_BY_WEIGHT = (F.mse_loss, F.l1_loss)
 
 
 class LossCall:
-    """The arguments of a call of a loss by name, and the reduction that it asks for, in torch's old spelling too."""
+    """The arguments of a call of a loss by name, and the reduction that it asks for, in torch's old spelling too.
+    `run` computes it, if `func` itself does not."""
 
     def __init__(
-        self, func: Loss, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        func: Loss,
+        names: tuple[str, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Loss | None = None,
     ) -> None:
-        self.func = func
+        self.func, self._run = func, run or func
         self.given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         old = {name: self.given.pop(name, None) for name in ("size_average", "reduce")}
         self.reduction = reduction_of(self.given.pop("reduction", "mean"), **old)
@@ -71,7 +78,7 @@ class LossCall:
         return next(iter(self.given.values()))
 
     def run(self, reduction: str) -> Tensor:
-        return self.func(**self.given, reduction=reduction)
+        return self._run(**self.given, reduction=reduction)
 
 
 def reduction_of(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
@@ -88,17 +95,17 @@ def names_of(func: Loss) -> tuple[str, ...]:
 
 @kept_by_mesh(1)
 def loss_handlers(comm: MeshComm) -> dict[Loss, Loss]:
-    """Torch's losses, and what computes each inside a scope over this mesh."""
+    """Torch's losses, and what computes each inside a scope over this mesh. `run=` computes it in another way."""
     found = {func: _weighted(func, names_of(func), comm) for func in LOSSES}
     return {**found, F.ctc_loss: _refuse_ctc}
 
 
 def _weighted(func: Loss, names: tuple[str, ...], comm: MeshComm) -> Loss:
-    def compute(*args: Any, **kwargs: Any) -> Tensor:
-        call = LossCall(func, names, args, kwargs)
+    def compute(*args: Any, run: Loss = func, **kwargs: Any) -> Tensor:
+        call = LossCall(func, names, args, kwargs, run)
         is_mean = call.reduction == "mean" or call.reduction == "batchmean"
         if not is_mean or comm.shape.size() == 1 or call.first.ndim == 0:
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if call.reduction == "batchmean" and call.first.ndim > 2:
             raise LongmeshError(
                 f"{func.__name__}(reduction='batchmean') of a tensor of {call.first.ndim} dims inside a scope of "
@@ -117,7 +124,7 @@ def _share(call: LossCall, comm: MeshComm) -> Tensor:
         losses, count = _losses_and_count(call)
         problem = None
     else:
-        losses = count = call.first.new_zeros((), dtype=torch.float32)
+        losses = count = torch.zeros((), device=call.first.device)
         problem: Exception | None = None
         try:
             losses, count = _losses_and_count(call)
@@ -133,15 +140,15 @@ def _losses_and_count(call: LossCall) -> tuple[Tensor, Tensor]:
     if call.func in _OF_LABELS:
         # The sum of half precision numbers may be out of their range.
         is_wide = call.first.dtype == _wide(call.first.dtype)
-        return call.run("sum" if is_wide else "none"), _count_labels(**call.given)
+        return call.run("sum" if is_wide else "none"), _plain(_count_labels(**call.given))
     losses = call.run("none")
     if not losses.dtype.is_floating_point:
         call.run("mean")  # raises: torch has no mean of integers
     weight = call.given.get("weight")
     if weight is not None and call.func in _DIVIDED_BY_WEIGHT:
-        return losses, weight.sum(dtype=torch.float64)
+        return losses, _plain(weight.sum(dtype=torch.float64))
     count = call.first.shape[0] if call.reduction == "batchmean" else losses.numel()
-    return losses, losses.new_full((), count, dtype=torch.float64)
+    return losses, torch.full((), count, dtype=torch.float64, device=losses.device)
 
 
 def _count_labels(
@@ -149,11 +156,22 @@ def _count_labels(
 ) -> Tensor:
     if target.is_floating_point():  # of classes' probabilities all count
         num_classes = target.shape[1 if target.ndim > 1 else 0]
-        return target.new_full((), target.numel() / max(num_classes, 1), dtype=torch.float64)
+        count = target.numel() / max(num_classes, 1)
+        return torch.full((), count, dtype=torch.float64, device=target.device)
     counts = target != (-100 if ignore_index is None else ignore_index)
     if weight is None:
         return counts.sum()
     return weight.double()[target.where(counts, 0)].where(counts, 0).sum()
+
+
+def _plain(count: Tensor) -> Tensor:
+    """A number that ranks can add up: of a DTensor (on another axis) that of the whole."""
+    if not torch.compiler.is_compiling() and is_batched(count):
+        raise LongmeshError(
+            "a mean loss under torch.vmap inside a scope of context parallelism: each sample has labels of its own, "
+            "whose numbers ranks can't add up; use reduction='sum' and divide by the number of labels of all ranks"
+        )
+    return cast(Any, count).full_tensor() if hasattr(count, "full_tensor") else count
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -6,9 +6,11 @@ scope of the thread was opened with another layout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention.engine.context_parallel import ContextParallel
@@ -19,6 +21,7 @@ from longmesh.attention.layout.zigzag import Zigzag
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.intercept import AttentionMode, Handlers
+from longmesh.attention.scope.mean_loss import loss_handlers
 from longmesh.attention.scope.other_keys import OtherKeys, other_keys
 from longmesh.comm import MeshComm, comm_of, kept_by_mesh
 from longmesh.errors import LongmeshError
@@ -42,6 +45,15 @@ def current_cut(num_tokens: int | None = None) -> CutSequence | None:
     """The sequence of the innermost open scope, or of the innermost one where this rank has so many tokens."""
     cuts = [mode.cut for mode in reversed(_state.get().modes)]
     return next((cut for cut in cuts if cut.num_tokens == num_tokens), cuts[0] if cuts else None)
+
+
+def current_weigher(loss: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
+    """What computes this loss in the innermost open scope, if that weighs means (mean_loss.py)."""
+    mode = next(reversed(_state.get().modes), None)
+    if mode is None or mode.cut.mesh is None:
+        return None
+    found = mode.handlers.get(loss)
+    return found if found is loss_handlers(comm_of(mode.cut.mesh))[loss] else None
 
 
 def set_default_exchange(exchange: str) -> None:
