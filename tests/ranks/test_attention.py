@@ -29,9 +29,10 @@ from longmesh.attention import (
 )
 from longmesh.testing.mesh import cpu_mesh
 from support.attention_reference import check_close, dense, inputs, reference
+from support.exchanges import OF_KEYS
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "round_robin", "solve")
-EXCHANGES = ("ring", "allgather", Ulysses(groups=2), "sparse")
+EXCHANGES = (*OF_KEYS, Ulysses(groups=2))
 EVERY = (*itertools.product(LAYOUTS, EXCHANGES), ("auto", "auto"))
 ON_TWO_AXES = (*itertools.product(LAYOUTS, ("hybrid", Hybrid(outer=Ring(), groups=2))), ("auto", "auto"))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

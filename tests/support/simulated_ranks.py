@@ -116,7 +116,7 @@ class Members:
 class SimulatedTask(Task):
     network: Network = dataclasses.field(default_factory=Network)
 
-    def transfer(self, rows, send_counts, recv_counts, group, by_messages=False) -> Arriving:
+    def transfer(self, rows, send_counts, recv_counts, group, relay=False) -> Arriving:
         me, rows = self.route.plan.rank, rows.contiguous()
         received = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
         for peer, part in zip(group.ranks, rows.split(list(send_counts)), strict=True):

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longmesh.attention import Cheapest, ContextParallel, Hybrid, Ring, Sparse, Ulysses, masks
+from longmesh.attention import Cheapest, ContextParallel, Hybrid, masks
 from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.mask.axes import axes_of
 from longmesh.errors import LongmeshError
 from longmesh.testing.mesh import cpu_mesh
 from support.attention_reference import check_close, inputs, reference
+from support.exchanges import OF_QUERIES, ON_ONE_AXIS, ON_TWO_AXES
 
 # Of queries and of keys, and the exchange.
 Choice = tuple[tuple[Any, Any], Any]
@@ -206,18 +207,10 @@ def draw_case(seed: int, ranks: int) -> tuple[tuple[int, ...], Case]:
     names = ["striped"] if draw.random() < 0.15 else sorted(set(LAYOUTS) - {"striped"})
     layouts = draw.choice(names), draw.choice([*names, None] if names != ["striped"] else names)
     mesh_shape: tuple[int, ...] = (ranks,)
-    exchanges = ["ring", "allgather", "ulysses", Ulysses(groups=2), "sparse", Sparse(min_tokens=2), "auto"]
-    exchanges += ["cheapest", Cheapest(min_tokens=2)]
+    exchanges = [*ON_ONE_AXIS, *OF_QUERIES]
     if ranks == 4 and draw.random() < 0.4:
         mesh_shape = (2, 2)
-        exchanges = [
-            "hybrid",
-            "auto",
-            "ulysses",
-            Hybrid(outer=Ring(), groups=2),
-            Hybrid(Cheapest()),
-            Hybrid(Sparse()),
-        ]
+        exchanges = [*ON_TWO_AXES, "auto", "ulysses", Hybrid(Cheapest())]
     case.choices = ((layouts, draw.choice(exchanges)),)
     case.options = _draw_options(draw, case)
     return mesh_shape, case

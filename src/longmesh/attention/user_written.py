@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from longmesh.attention.exchange.base import Exchange, hop_of
+from longmesh.attention.exchange.fragment import OWNER, RANK, STAGE, START, STOP
 from longmesh.attention.exchange.needs import Needs, Stretches
 from longmesh.attention.layout.base import Ownership
 from longmesh.attention.mask.block import UNBOUNDED
@@ -118,6 +120,37 @@ def check_arrivals(exchange: object, needs: Needs, held: Stretches) -> None:
             f"exchange {exchange}: of keys {low[i]} to {high[i]}, which rank {rank[i]} needs, {int(got[i])} of "
             f"{high[i] - low[i]} arrive; bring every fragment in a stage >= 1"
         )
+
+
+def check_passed_on(exchange: Exchange, needs: Needs) -> None:
+    """An error unless every rank holds what it passes on, as one stretch of its buffer."""
+    n = needs.owned.num_ranks
+    held: dict[tuple[int, int, int], tuple[int, int]] = {}
+    for rank in range(n):
+        f = exchange.received(needs, rank)
+        hops = hop_of(exchange.hops, f[:, RANK], f[:, STAGE], f[:, OWNER], n)
+        if (hops == 0).any():
+            stage, owner = f[hops == 0][0, [STAGE, OWNER]].tolist()
+            raise LongmeshError(
+                f"exchange {exchange}: keys of rank {owner} arrive at rank {rank} in stage {stage}, and hops of "
+                f"{exchange.hops} do not lead there"
+            )
+        for stage, hop in sorted(set(zip(f[:, STAGE].tolist(), hops.tolist(), strict=True))):
+            mine = f[(f[:, STAGE] == stage) & (hops == hop)]
+            low, high = int(mine[:, START].min()), int(mine[:, STOP].max())
+            if high - low != int((mine[:, STOP] - mine[:, START]).sum()):
+                raise LongmeshError(
+                    f"exchange {exchange}: what rank {rank} holds in stage {stage} is not one stretch of its owner's "
+                    "shard; pass on all from the first key needed to the last"
+                )
+            held[rank, stage, hop] = low, high
+    for (rank, stage, hop), (low, high) in held.items():
+        first, last = held.get(((rank - hop) % n, stage - 1, hop), (0, 0)) if stage > 1 else (low, high)
+        if low < first or high > last:
+            raise LongmeshError(
+                f"exchange {exchange}: rank {rank} is to get rows {low} to {high} of a shard in stage {stage} from "
+                f"rank {(rank - hop) % n}, which held {first} to {last} in the stage before"
+            )
 
 
 def _row(one: Array) -> tuple[int, ...]:

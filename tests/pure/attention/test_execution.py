@@ -33,10 +33,8 @@ from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.mask.block import Block
 from longmesh.attention.mask.slices import area, make_slices, union
 from support.attention_reference import check_close, inputs, reference
+from support.exchanges import ON_ONE_AXIS, ON_TWO_AXES
 from support.simulated_ranks import Clock, Network, attend
-
-ON_ONE_AXIS = ("ring", "allgather", "sparse", "auto", "ulysses", Ulysses(groups=2), Ulysses(groups=3))
-ON_TWO_AXES = ("hybrid", Hybrid(groups=2), Hybrid(outer=Ring(), groups=3))
 
 
 @dataclasses.dataclass(frozen=True)

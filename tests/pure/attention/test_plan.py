@@ -19,6 +19,7 @@ from longmesh.attention.exchange.ulysses import share_heads
 from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.errors import LongmeshError
+from support.exchanges import OF_KEYS, ON_ONE_AXIS, ON_TWO_AXES
 from tests.pure.attention.test_masks import any_mask, dense, dense_on
 
 
@@ -97,7 +98,7 @@ def test_every_visible_pair_is_computed_once(data):
         ranks=ranks,
         mask=data.draw(any_mask(seq_len)),
         layout=data.draw(st.sampled_from(sorted(LAYOUTS))),
-        exchange=data.draw(st.sampled_from(["ring", "allgather", "sparse", "ulysses", "auto"])),
+        exchange=data.draw(st.sampled_from(ON_ONE_AXIS)),
         chunk=data.draw(st.integers(1, 9)),
         num_heads=4,
         num_kv_heads=data.draw(st.sampled_from([1, 2, 4])),
@@ -122,7 +123,7 @@ def test_hybrid_on_groups(data):
         ranks=(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))),
         mask=data.draw(any_mask(seq_len)),
         layout=data.draw(st.sampled_from(sorted(LAYOUTS))),
-        exchange="hybrid",
+        exchange=data.draw(st.sampled_from(ON_TWO_AXES)),
         chunk=4,
         num_heads=4,
         num_kv_heads=2,
@@ -157,7 +158,7 @@ def test_blocks_computed_away_from_home(data):
         ranks=ranks,
         mask=data.draw(any_mask(seq_len)),
         layout=Given(dataclasses.replace(base, moved=moved)),
-        exchange=data.draw(st.sampled_from(["ring", "allgather", "sparse"])),
+        exchange=data.draw(st.sampled_from(OF_KEYS)),
     )
     carry_out(plan)
     stats = plan.stats()

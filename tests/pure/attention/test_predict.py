@@ -10,6 +10,7 @@ from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.plan.predict import AS_FAST, MANY, ranks_to_look_at
 from longmesh.attention.plan.stats import rank_stats
 from longmesh.plan import Cluster, Level, Link, Rate, named_cluster
+from support.exchanges import OF_HEADS, OF_KEYS, ON_TWO_AXES
 from tests.pure.attention.test_masks import any_mask
 
 
@@ -60,7 +61,7 @@ def test_times_are_no_less_than_computing_and_fall_with_faster_links(data):
         "num_heads": 6,
         "num_kv_heads": data.draw(st.sampled_from([1, 2, 6])),
     }
-    names = ["hybrid"] if isinstance(request["ranks"], tuple) else ["ring", "sparse", "allgather", "ulysses"]
+    names = ON_TWO_AXES if isinstance(request["ranks"], tuple) else (*OF_KEYS, *OF_HEADS)
     request["exchange"] = data.draw(st.sampled_from(names))
     fast, slow = (plan_attention(cluster=c, **request).predict() for c in (FAST, SLOW))
     for quick, long in zip(fast, slow, strict=True):

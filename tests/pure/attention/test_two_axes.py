@@ -13,6 +13,7 @@ from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.mask import slices as sl
 from longmesh.attention.mask.axes import Axes, axes_of, slices_on
 from longmesh.errors import LongmeshError
+from support.exchanges import OF_QUERIES, ON_ONE_AXIS, ON_TWO_AXES
 from tests.pure.attention.test_masks import any_mask, dense_on, paint
 from tests.pure.attention.test_plan import carry_out
 
@@ -65,11 +66,9 @@ def test_every_visible_pair_is_computed_once(data):
         mask = masks.causal()
     striped = data.draw(st.booleans())
     side = st.just("striped") if striped else st.sampled_from(sorted(set(LAYOUTS) - {"striped"}))
-    exchange = data.draw(
-        st.sampled_from(["ring", "allgather", "sparse", "ulysses", "auto", "hybrid", "cheapest"])
-    )
+    exchange = data.draw(st.sampled_from((*ON_ONE_AXIS, *OF_QUERIES, *ON_TWO_AXES)))
     ranks = data.draw(st.integers(1, 6))
-    if exchange == "hybrid":
+    if exchange in ON_TWO_AXES:
         ranks = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)))
     plan = plan_attention(
         seq_len=axes.seq_len,

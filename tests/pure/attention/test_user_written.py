@@ -16,7 +16,7 @@ from longmesh.attention import (
     masks,
     plan_attention,
 )
-from longmesh.attention.exchange.fragment import OWNER, RANK, STAGE, STOP
+from longmesh.attention.exchange.fragment import AT, OWNER, RANK, STAGE, START, STOP
 from longmesh.attention.mask.slices import first_overlap
 from longmesh.attention.user_written import check_slices
 from longmesh.errors import LongmeshError
@@ -213,3 +213,44 @@ def test_an_exchange_of_ones_own_brings_every_key_once(kind, text, ranks):
     with pytest.raises(LongmeshError, match=text):
         plan(kind)
     assert plan("right").num_ranks in (3, 6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed(StagedExchange):
+    """A ring of whole shards, but for one mistake."""
+
+    kind: str
+    hops = (1,)
+
+    def stages(self, remote, owned):
+        rows = [
+            ((owner + stage) % owned.num_ranks, stage, owner, at, at + stop - start, 0, start)
+            for start, stop, owner, at in owned.table.tolist()
+            for stage in range(1, owned.num_ranks)
+        ]
+        out = np.array(rows, dtype=np.int64)
+        if self.kind == "early":
+            out[out[:, STAGE] == 2, STAGE] = 1
+        if self.kind == "forgotten":
+            out[np.ix_((out[:, STAGE] == 1) & (out[:, OWNER] == 0), [START, AT])] += 1
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("early", r"keys of rank 1 arrive at rank 0 in stage 1, and hops of \(1,\) do not lead there"),
+        (
+            "forgotten",
+            "rank 2 is to get rows 0 to 4 of a shard in stage 2 from rank 1, which held 1 to 4 in the stage",
+        ),
+    ],
+)
+def test_a_rank_passes_on_what_it_holds(kind, text):
+    def plan(kind):
+        mask = masks.sliding_window(3)
+        return plan_attention(seq_len=12, ranks=3, mask=mask, layout="contiguous", exchange=Passed(kind))
+
+    with pytest.raises(LongmeshError, match=text):
+        plan(kind)
+    assert "passed on by the previous rank" in plan("right").explain()

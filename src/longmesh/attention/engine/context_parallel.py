@@ -288,7 +288,7 @@ class ContextParallel:
     ) -> Call:
         """The call, checked and planned. Collective: every rank continues, or every rank raises."""
         self._together("attention", self._check, q, k, v, sinks, score, lse)
-        if self.plan.exchange.relays and self._comm is not None and self._comm.mesh.ndim > 1:
+        if self.plan.exchange.hops and self._comm is not None and self._comm.mesh.ndim > 1:
             warm_up(self._comm, (0,))
         if self._check_kernels:
             need = self._need(q, k, v, score)

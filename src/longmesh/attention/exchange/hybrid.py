@@ -40,8 +40,12 @@ class Hybrid(Exchange):
             )
 
     @property
-    def relays(self) -> bool:  # type: ignore[override]
-        return self.outer.relays
+    def hops(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.outer.hops
+
+    @property
+    def arrival(self) -> str:
+        return self.outer.arrival
 
     @property
     def moves_queries(self) -> bool:  # type: ignore[override]

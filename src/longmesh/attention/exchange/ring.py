@@ -38,7 +38,7 @@ class Ring(Exchange):
     [1024, 1024, 1024, 512]
     """
 
-    relays = True
+    hops = (1,)
 
     def auto_takes(self, ranks: int, num_heads: int, one_sequence: bool) -> bool:
         return True

@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-from longmesh.attention.exchange.base import Exchange
+from longmesh.attention.exchange.base import Exchange, hop_of
 from longmesh.attention.exchange.fragment import AT, OFFSET, OWNER, RANK, STAGE, START, STOP
 from longmesh.attention.exchange.needs import Needs, Stretches, join_fragments, whole_fragments
 from longmesh.attention.layout.base import Ownership
@@ -35,7 +35,10 @@ class StagedExchange(Exchange):
 
     @abc.abstractmethod
     def stages(self, remote: np.ndarray, owned: Ownership) -> np.ndarray:
-        """Fragments with STAGE >= 1 that cover `remote`, the fragments each rank needs of others."""
+        """Fragments with STAGE >= 1 that cover `remote`, the fragments each rank needs of others.
+
+        With `hops`, a fragment of stage s is part of what the rank at that distance held in stage s - 1.
+        """
 
     def last_stage(self, needs: Needs) -> int:
         return int(_table(self, needs)[:, STAGE].max(initial=0))
@@ -54,9 +57,14 @@ class StagedExchange(Exchange):
 
 @functools.lru_cache(maxsize=64)
 def _table(exchange: StagedExchange, needs: Needs) -> np.ndarray:
-    """Every fragment, sorted by rank, stage and coordinate, with its place in the stage's buffer."""
+    """Every fragment, sorted by rank, stage and coordinate, with its place in the stage's buffer. What is passed on
+    keeps the order of its owner's shard: it must be one stretch."""
     out = exchange.stages(whole_fragments(needs), needs.owned)
-    out = out[np.lexsort((out[:, AT], out[:, STAGE], out[:, RANK]))]
+    by = [out[:, AT]]
+    if exchange.hops:
+        came = hop_of(exchange.hops, out[:, RANK], out[:, STAGE], out[:, OWNER], needs.owned.num_ranks)
+        by = [out[:, START], came]
+    out = out[np.lexsort((*by, out[:, STAGE], out[:, RANK]))]
     group = out[:, RANK] * (out[:, STAGE].max(initial=0) + 1) + out[:, STAGE]
     out[:, OFFSET] = offsets_within(group, out[:, STOP] - out[:, START])
     return out

@@ -70,15 +70,15 @@ class Task:
     def start(self, move: Move, source_SW: Tensor) -> Pending:
         """Start moving rows between the ranks that own keys."""
         rows = take_rows(source_SW, move.take)
-        return self.transfer(rows, move.send_counts, move.recv_counts, self.outer, move.by_messages)
+        return self.transfer(rows, move.send_counts, move.recv_counts, self.outer, move.relay)
 
     def transfer(
         self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], group: AxisGroup | None,
-        by_messages: bool = False,
+        relay: bool = False,
     ) -> Pending:  # fmt: skip
         """Start sending rows to the members of a group: everything that travels goes through here."""
         assert group is not None, "a plan for one group moves nothing"
-        send = start_send_receive if by_messages else start_all_to_all
+        send = start_send_receive if relay else start_all_to_all
         return send(rows, send_counts=send_counts, recv_counts=recv_counts, group=group)
 
 
@@ -182,8 +182,8 @@ def _key_stages(task: Task, k_BGSD: Tensor, v_BGSE: Tensor) -> Iterator[tuple[in
         following = moves[number + 1] if number + 1 < len(stages) else None
         pending = None
         if following is not None:
-            pending = task.start(following, _present(buffer_KW if following.by_messages else own_SW))
-        if following is None or following.by_messages:
+            pending = task.start(following, _present(buffer_KW if following.relay else own_SW))
+        if following is None or following.relay:
             own_SW = None  # a ring passes on what it received
         if stage.local:
             yield number, k_BGSD, v_BGSE

@@ -37,7 +37,7 @@ class Move:
     recv_counts: tuple[int, ...]
     take: Where
     place: Where
-    by_messages: bool = False
+    relay: bool = False
     device: torch.device | str = "cpu"
 
     @property
@@ -53,11 +53,11 @@ class Move:
 
     @functools.cached_property
     def transposed(self) -> Move:
-        return Move(self.recv_counts, self.send_counts, self.place, self.take, self.by_messages, self.device)
+        return Move(self.recv_counts, self.send_counts, self.place, self.take, self.relay, self.device)
 
 
 def make_move(
-    sends: Sequence[Rows], receives: Sequence[Rows], places: dict[int, int], by_messages: bool = False,
+    sends: Sequence[Rows], receives: Sequence[Rows], places: dict[int, int], relay: bool = False,
     device: torch.device | str = "cpu",
 ) -> Move:  # fmt: skip
     """`sends` are rows of my source buffer; `receives`, in order, fill the destination from its first row.
@@ -72,7 +72,7 @@ def make_move(
     into.sort(key=_place)
     n = len(places)
     where = _where(out, device), _where(into, device)
-    return Move(_counts(out, n), _counts(into, n), *where, by_messages, device)
+    return Move(_counts(out, n), _counts(into, n), *where, relay, device)
 
 
 def _place(row: tuple[int, int, int]) -> int:
@@ -150,8 +150,8 @@ class Route:
         """The way of gradients: straight to the owners, also where the keys were passed on."""
         return self._move(stage.lent, stage.kv, stage.relay).transposed
 
-    def _move(self, sends: Sequence[Rows], receives: Sequence[Rows], by_messages: bool = False) -> Move:
-        return make_move(sends, receives, self._places, by_messages, self.device)
+    def _move(self, sends: Sequence[Rows], receives: Sequence[Rows], relay: bool = False) -> Move:
+        return make_move(sends, receives, self._places, relay, self.device)
 
     @functools.cached_property
     def q_positions(self) -> Tensor:

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.exchange.fragment import AT, OWNER, RANK, STAGE, START, STOP
+from longmesh.attention.exchange.base import Exchange, hop_of
+from longmesh.attention.exchange.fragment import AT, OFFSET, OWNER, RANK, STAGE, START, STOP
 from longmesh.attention.exchange.ulysses import HeadShare
 from longmesh.attention.layout.base import Layout, Ownership
 from longmesh.attention.mask.axes import Axes
@@ -193,7 +193,7 @@ def _stages(s: Schedule, rank: int) -> tuple[Stage, ...]:
     lent_at = np.searchsorted(lent[:, STAGE], numbers).tolist()
     blocks = [Block(*row[:EW], elementwise=bool(row[EW])) for row in tiles[:, :COLUMNS].tolist()]
     kv, sends = _rows(mine, OWNER), _rows(lent, RANK)
-    held = _Relay(s, rank) if s.relay else None
+    held = _Relay(s, rank) if s.exchange.hops else None
     own = s.kv_ownership.counts[rank]
     found: list[Stage] = []
     for stage in range(s.num_stages):
@@ -205,39 +205,51 @@ def _stages(s: Schedule, rank: int) -> tuple[Stage, ...]:
         rows = sum(piece.stop - piece.start for piece in arrive)
         leave = sends[lent_at[stage] : lent_at[stage + 1]]
         way = (arrive, leave) if held is None else (held.receives(stage), held.sends(stage))
-        found.append(Stage(arrive, rows, *way, leave, run, local=False, relay=s.relay))
+        found.append(Stage(arrive, rows, *way, leave, run, local=False, relay=bool(s.exchange.hops)))
     return tuple(found)
 
 
 class _Relay:
-    """What one rank receives from the rank before, and sends to the next: rows of the buffer of the stage before."""
+    """What one rank receives from the ranks that pass keys on to it, and what it passes on: rows of the sender's buffer
+    of the stage before."""
 
     def __init__(self, s: Schedule, rank: int) -> None:
-        n = s.ownership.num_ranks
-        self._before, self._rank, self._after = (rank - 1) % n, rank, (rank + 1) % n
-        self._held = {r: self._stretches(s, r) for r in (self._before, self._rank, self._after)}
+        self._rank, self._n, self._hops = rank, s.ownership.num_ranks, s.exchange.hops
+        around = {(rank + way * hop) % self._n for hop in self._hops for way in (-1, 0, 1)}
+        self._held = {r: self._stretches(s, r) for r in sorted(around)}
 
-    @staticmethod
-    def _stretches(s: Schedule, rank: int) -> dict[int, tuple[int, int]]:
-        """By stage, the rows of the owner's shard that a rank holds."""
-        found: dict[int, tuple[int, int]] = {}
-        for stage, start, stop in s.received(rank)[:, [STAGE, START, STOP]].tolist():
-            low, high = found.get(stage, (start, stop))
-            found[stage] = min(low, start), max(high, stop)
+    def _stretches(self, s: Schedule, rank: int) -> dict[tuple[int, int], tuple[int, int, int]]:
+        """By stage and hop, the rows [start, stop) of the owner's shard that a rank holds, and where they lie."""
+        found: dict[tuple[int, int], tuple[int, int, int]] = {}
+        f = s.received(rank)
+        hops = hop_of(self._hops, f[:, RANK], f[:, STAGE], f[:, OWNER], self._n).tolist()
+        for hop, (stage, start, stop, at) in zip(
+            hops, f[:, [STAGE, START, STOP, OFFSET]].tolist(), strict=True
+        ):
+            low, high, first = found.get((stage, hop), (start, stop, at))
+            found[stage, hop] = min(low, start), max(high, stop), min(first, at)
         return found
 
-    def _rows(self, source: int, to: int, peer: int, stage: int) -> tuple[Rows, ...]:
-        if stage not in self._held[to]:
-            return ()
-        start, stop = self._held[to][stage]
-        held_from = self._held[source][stage - 1][0] if stage > 1 else 0
-        return (Rows(peer, start - held_from, stop - held_from),)
+    def _rows(self, source: int, to: int, peer: int, stage: int, hop: int) -> tuple[int, Rows] | None:
+        """Where the rows lie in the receiver's buffer, and in the sender's."""
+        if (stage, hop) not in self._held[to]:
+            return None
+        start, stop, at = self._held[to][stage, hop]
+        held_from, _, before = self._held[source][stage - 1, hop] if stage > 1 else (0, 0, 0)
+        shift = before - held_from
+        return at, Rows(peer, start + shift, stop + shift)
 
     def receives(self, stage: int) -> tuple[Rows, ...]:
-        return self._rows(self._before, self._rank, self._before, stage)
+        found = [
+            self._rows((r := (self._rank - hop) % self._n), self._rank, r, stage, hop) for hop in self._hops
+        ]
+        return tuple(rows for _, rows in sorted(each for each in found if each is not None))
 
     def sends(self, stage: int) -> tuple[Rows, ...]:
-        return self._rows(self._rank, self._after, self._after, stage)
+        found = [
+            self._rows(self._rank, (r := (self._rank + hop) % self._n), r, stage, hop) for hop in self._hops
+        ]
+        return tuple(each[1] for each in found if each is not None)
 
 
 class PassedOver(NamedTuple):

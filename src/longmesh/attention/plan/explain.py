@@ -153,13 +153,7 @@ def _stage_lines(row: RowPlan, shown: Sequence[int] | None) -> list[str]:
     if shown is not None and len(stages) > FEW_STAGES:
         stages = [*range(FEW_STAGES - 1), s.num_stages - 1]
     for stage in stages:
-        kind = (
-            "own keys"
-            if s.is_local(stage)
-            else "passed on by the previous rank"
-            if s.relay
-            else "received keys"
-        )
+        kind = "own keys" if s.is_local(stage) else s.exchange.arrival
         if stage == s.num_stages - 1 > len(stages) - 1:
             lines.append(f"  ... {s.num_stages - len(stages)} more stages")
         lines.append(f"  stage {stage}: {kind}")

@@ -155,8 +155,7 @@ def _key_transfers(plan: AttentionPlan, row: RowPlan, group: int, kv_heads: int,
     element = kv_heads * plan.heads.kv_dim
     rows = (f[:, STOP] - f[:, START]).astype(float)
     took = np.zeros(s.num_stages)
-    way = "send" if s.relay else "all_to_all"
-    peers = 1 if s.relay else s.ownership.num_ranks - 1
+    way, peers = s.exchange.transport, s.exchange.num_peers(s.ownership.num_ranks)
     sizes = [plan.heads.dtype_bytes] + [plan.heads.wide_bytes] * backward
     for level, near in _by_level(plan, s, group, f[:, OWNER]):
         arrived = np.bincount(f[near, STAGE], weights=rows[near], minlength=s.num_stages)
@@ -175,7 +174,7 @@ def _waits_us(plan: AttentionPlan, row: RowPlan, backward: bool) -> float:
     back; of split heads the first group's way and the last one's."""
     s = row.schedule
     others = s.ownership.num_ranks - 1
-    count = s.last_stage * (1 + backward) * (1 if s.relay else others)
+    count = s.last_stage * (1 + backward) * s.exchange.num_peers(s.ownership.num_ranks)
     count += 2 * (len(s.queries) > 0) * others + 2 * (plan.inner - 1)
     return count * plan.cluster.transfer_us
 
@@ -207,7 +206,7 @@ def packing_us(
 def _taken(s: Schedule, group: int) -> list[float]:
     """By stage, the rows that a group must gather before it sends them: those that do not lie in the order in which
     they go out. Of many groups all that arrives is taken for such."""
-    if s.relay or not s.last_stage:
+    if s.exchange.hops or not s.last_stage:
         return []
     many = s.ownership.num_ranks > MANY
     f = s.received(group) if many else s.lent(group)
@@ -227,7 +226,7 @@ def _outermost(plan: AttentionPlan, s: Schedule) -> int:
 def _by_level(plan: AttentionPlan, s: Schedule, group: int, owner: Array) -> list[tuple[int, Array]]:
     """Which owners are reached over which level. A ring runs at the pace of its slowest link."""
     outermost = _outermost(plan, s)
-    if s.relay or plan.cluster.is_uniform or outermost == 1:
+    if s.exchange.hops or plan.cluster.is_uniform or outermost == 1:
         return [(outermost, np.ones(len(owner), dtype=bool))]
     found: list[tuple[int, Array]] = []
     reached = np.zeros(len(owner), dtype=bool)

@@ -38,7 +38,7 @@ from longmesh.attention.mask.slices import (
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.intervals import offsets_within, unite
 from longmesh.attention.plan.kept import PickledByFields, kept_by_instance
-from longmesh.attention.user_written import check_arrivals, is_user_written
+from longmesh.attention.user_written import check_arrivals, check_passed_on, is_user_written
 
 Array = np.ndarray
 
@@ -63,11 +63,6 @@ class Schedule(PickledByFields):
     rows: Array
     queries: Array
     kv_ownership: Ownership
-
-    @property
-    def relay(self) -> bool:
-        """Whether a stage is received from the rank before, out of its buffer of the stage before."""
-        return self.exchange.relays
 
     @functools.cached_property
     def needs(self) -> Needs:
@@ -171,6 +166,8 @@ def make_schedule(
     made = Schedule(owned, exchange, rows, queries, keys or owned)
     if is_user_written(getattr(exchange, "outer", exchange)):
         check_arrivals(exchange, made.needs, made.all_stretches)
+        if exchange.hops:
+            check_passed_on(exchange, made.needs)
     return made
 
 

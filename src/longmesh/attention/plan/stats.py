@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from longmesh.attention.exchange.base import hop_of
 from longmesh.attention.exchange.fragment import OWNER, RANK, STAGE, START, STOP
 from longmesh.attention.mask.slices import area
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
 from longmesh.attention.plan.intervals import covered_before
+from longmesh.attention.plan.schedule import Schedule
 
 
 class RankStats(NamedTuple):
@@ -88,10 +90,21 @@ def _one_group(row: RowPlan, group: int) -> GroupFigures:
     there, home = s.queries[:, RANK] == group, s.queries[:, OWNER] == group
     size = s.queries[:, STOP] - s.queries[:, START]
     moved = int(size[there].sum()), int(size[home].sum())
-    sent = s.received((group + 1) % s.ownership.num_ranks) if s.relay else s.lent(group)
+    sent = _passed_on(s, group) if s.exchange.hops else s.lent(group)
     rows, leaving = (int((x[:, STOP] - x[:, START]).sum()) for x in (f, sent))
     arrives, leaves = np.array([rows, *moved]), np.array([leaving, *moved[::-1]])
     return GroupFigures(float(area(tiles).sum()), len(tiles), arrives, leaves, _held_rows(row, group))
+
+
+def _passed_on(s: Schedule, group: int) -> np.ndarray:
+    """The fragments of others' buffers that came out of a group's."""
+    n, hops = s.ownership.num_ranks, s.exchange.hops
+    parts: list[np.ndarray] = []
+    for to in sorted({(group + hop) % n for hop in hops}):
+        f = s.received(to)
+        came = hop_of(hops, f[:, RANK], f[:, STAGE], f[:, OWNER], n)
+        parts.append(f[(to - came) % n == group])
+    return np.concatenate(parts)
 
 
 def _held_rows(row: RowPlan, group: int) -> int:
@@ -158,10 +171,12 @@ def traffic(row: RowPlan) -> tuple[np.ndarray, np.ndarray]:
     arrives, leaves = np.zeros((2, groups, 3))
     kept = s.all_stretches
     np.add.at(arrives[:, 0], kept.rank, kept.stop - kept.start)
-    if s.relay:
-        leaves[:, 0] = np.roll(arrives[:, 0], -1)
+    table = s.kv_ownership.table
+    if s.exchange.hops:
+        f = np.concatenate([s.received(group) for group in range(groups)])
+        came = hop_of(s.exchange.hops, f[:, RANK], f[:, STAGE], f[:, OWNER], groups)
+        np.add.at(leaves[:, 0], (f[:, RANK] - came) % groups, f[:, STOP] - f[:, START])
     else:
-        table = s.kv_ownership.table
         wanted = covered_before(kept.start, kept.stop, table[:, 1]) - covered_before(
             kept.start, kept.stop, table[:, 0]
         )
