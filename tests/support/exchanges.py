@@ -2,6 +2,7 @@
 
 from longmesh.attention import Cheapest, Exchange, Hybrid, Sparse, Ulysses
 from longmesh.attention.exchange.named import EXCHANGES
+from support.two_way_ring import TwoWayRing
 
 # Those that move keys. The last of the sparse ones brings few tokens in several stages.
 OF_KEYS: tuple[Exchange, ...] = (
@@ -9,6 +10,7 @@ OF_KEYS: tuple[Exchange, ...] = (
     EXCHANGES["allgather"],
     EXCHANGES["sparse"],
     Sparse(stages_at_most=3, min_tokens=2),
+    TwoWayRing(),
 )
 OF_HEADS: tuple[Exchange, ...] = (EXCHANGES["ulysses"], Ulysses(groups=2), Ulysses(groups=3))
 OF_QUERIES: tuple[Exchange, ...] = (EXCHANGES["cheapest"], Cheapest(min_tokens=2))
