@@ -90,6 +90,8 @@ class MeshComm:
         # (parallel/style.py).
         self.unequal_sizes: set[int] = set()
         self.unequal_traced: set[int] = set()
+        # The kinds of module whose plain inputs the ranks have compared: at the first call of each (parallel/style.py).
+        self.compared: set[str] = set()
         # Of tensors on the mesh: their interned layouts, and what those of other sizes share (tensor/tensor_layout.py).
         self.layouts: dict[tuple[Any, ...], Any] = {}
         self.kinds: dict[tuple[Any, ...], Any] = {}

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh._torch import functorch_level
 from longmesh.comm import MeshComm, comm_anywhere, kept_by_mesh
 from longmesh.comm.record import wants_ops
-from longmesh.parallel.style import layout_on, may_be_unequal, note_unequal, whole_shape
+from longmesh.parallel.style import layout_on, note_unequal, sizes_are_asked, whole_shape
 from longmesh.spec import Layout, Partial, Placement
 from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor import DTensor
@@ -97,12 +97,13 @@ class Layer(FusedStep):
         return None
 
     def entered(self, x: torch.Tensor, parameters: tuple[Any, ...]) -> DTensor:
-        comm = comm_anywhere(self.mesh)
+        comm, features = comm_anywhere(self.mesh), self.features(*parameters)
         find = _layout_of_input
-        if comm.unequal_sizes:
+        if comm.unequal_sizes or self.argument not in comm.compared:
             layout = layout_on(comm.shape, self.input_layout, x.ndim, self.argument)
-            find = _find_layout_of_input if may_be_unequal(layout, x.shape, comm) else find
-        described = (self.input_layout, x.shape, x.dtype, self.features(*parameters), self.argument)
+            if sizes_are_asked(layout, x.shape, comm, features, self.argument):
+                find = _find_layout_of_input
+        described = (self.input_layout, x.shape, x.dtype, features, self.argument)
         return wrap(x.detach(), find(comm, *described))
 
     def plan_forward(

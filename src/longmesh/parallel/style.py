@@ -2,10 +2,11 @@
 
     plain tensor --enter(input layout)--> DTensor --move--> wanted layout | module | output layout --leave--> plain
 
-A plain tensor says nothing of the other ranks' sizes. Where the module knows the whole size (a Linear its
-features) uneven shards are right; elsewhere the ranks' shards are taken to be equal, as in `DTensor.from_local`. Once a
-style has given plain shards that are not (`use_local_output=True`, a length that does not divide), the ranks exchange
-the sizes of plain inputs of such a size. A DTensor knows its sizes: with `use_local_output=False` nothing is asked.
+A plain tensor says nothing of the other ranks' sizes. The ranks compare them at the first call of each kind of module.
+If the shards are equal there, they are taken to be equal from then on, as in `DTensor.from_local`. Where the module
+knows the whole size (a Linear its features) uneven shards are right. Once plain shards were unequal, or a style has
+given such (`use_local_output=True`, a length that does not divide), the ranks exchange the sizes of plain inputs of
+such a size. A DTensor knows its sizes: with `use_local_output=False` nothing is asked.
 """
 
 from __future__ import annotations
@@ -119,30 +120,50 @@ def whole_shape(
     layout: Layout, local: Sequence[int], comm: MeshComm, features: int | None, argument: str
 ) -> tuple[int, ...]:
     """The global shape of this rank's part of shape `local`; its last dim is `features` long where that is known.
-    Collective where it may be one of unequal shards."""
-    shape = even_global_shape(layout, local)
+    Collective where the sizes of the other ranks' parts are asked for."""
     last = len(local) - 1
-    if features is None or not layout.shard_axes(last):
-        if not may_be_unequal(layout, local, comm):
-            return shape
+    known = features if layout.shard_axes(last) else None
+    if sizes_are_asked(layout, local, comm, features, argument):
         if is_tracing():
             raise LongmeshError(
                 f"{argument}: a style has given plain shards of unequal sizes, and in a compiled function the ranks "
                 "can't exchange them; use use_local_output=False, so that DTensors tell their sizes"
             )
-        group, rows = gather_rows(local, comm, torch.device(comm.mesh.device_type))
-        remedy = "pass the shard that chunking gives each rank, or DTensors"
-        return joined_shape(
-            dict(zip(group.members, rows, strict=True)), layout, f"{argument}: the input", remedy
-        )
-    expected = layout.interval(last, features, comm.coordinate)[1]
-    if comm.is_member and local[last] != expected:
-        raise LongmeshError(
-            f"{argument}: this rank's input has {local[last]} features and its share of {features} on "
-            f"{layout.mesh.sizes[0]} ranks is {expected}; pass the shard that chunking gives, or give input_layouts= "
-            "as the input really is (Replicate() if it is whole)"
-        )
-    return (*shape[:last], features)
+        return _compared_shape(layout, local, comm, known, argument)
+    shape = even_global_shape(layout, local)
+    if known is None:
+        return shape
+    if comm.is_member:
+        _check_features({comm.coordinate: local}, layout, known, argument)
+    return (*shape[:last], known)
+
+
+def _compared_shape(
+    layout: Layout, local: Sequence[int], comm: MeshComm, features: int | None, argument: str
+) -> tuple[int, ...]:
+    """The global shape, from the sizes of all ranks' parts; sizes that differ are asked for again. Raises on all ranks
+    or on none. Collective."""
+    group, rows = gather_rows(local, comm, torch.device(comm.mesh.device_type))
+    parts = dict(zip(group.members, rows, strict=True))
+    if features is not None:
+        _check_features(parts, layout, features, argument)
+    remedy = "pass the shard that chunking gives each rank, or DTensors"
+    shape = joined_shape(parts, layout, f"{argument}: the input", remedy)
+    if features is None and rows.count(rows[0]) != len(rows):
+        comm.unequal_sizes.update(row[dim] for row in rows for dim in layout.shard_dims)
+    comm.compared.add(argument)
+    return shape
+
+
+def _check_features(parts: dict[tuple[int, ...], Any], layout: Layout, features: int, argument: str) -> None:
+    for coordinate, part in parts.items():
+        expected = layout.interval(len(part) - 1, features, coordinate)[1]
+        if part[-1] != expected:
+            raise LongmeshError(
+                f"{argument}: the input of rank {coordinate[0]} has {part[-1]} features and its share of {features} on "
+                f"{layout.mesh.sizes[0]} ranks is {expected}; pass the shard that chunking gives, or give "
+                "input_layouts= as the input really is (Replicate() if it is whole)"
+            )
 
 
 # -- in and out ----------------------------------------------------------------------------------
@@ -199,8 +220,17 @@ def note_unequal(own: TensorLayout) -> None:
             own.comm.unequal_traced |= parts if is_tracing() else set()
 
 
-def may_be_unequal(layout: Layout, local: Sequence[int], comm: MeshComm) -> bool:
-    """Whether a plain tensor may be one of unequal shards that a style has given. The same on every rank, unless the
-    shards are unequal and no style has given them."""
+def sizes_are_asked(
+    layout: Layout, local: Sequence[int], comm: MeshComm, features: int | None, argument: str
+) -> bool:
+    """Whether the ranks compare the sizes of their parts of a plain input: at the first call of a kind of module, and
+    where it may be one of unequal shards of an unknown size. The same on every rank, unless shards that were equal at
+    that first call are unequal now, and no style has given them."""
+    if not comm.is_member or comm.shape.num_ranks == 1:
+        return False
+    if not is_tracing() and argument not in comm.compared:
+        return True
     given = comm.unequal_traced if is_tracing() else comm.unequal_sizes
-    return bool(given) and comm.is_member and any(local[dim] in given for dim in layout.shard_dims)
+    if not given or (features is not None and layout.shard_axes(len(local) - 1)):
+        return False
+    return any(local[dim] in given for dim in layout.shard_dims)

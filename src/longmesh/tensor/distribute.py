@@ -20,7 +20,7 @@ from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.compiling import between_graphs
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.foreign import refuse_inside_transform
+from longmesh.tensor.foreign import refuse_inside_transform, refuse_sparse
 from longmesh.tensor.meta import check_averages
 
 
@@ -95,6 +95,7 @@ def _checked_layout(
         raise LongmeshError(
             f"distribute_tensor takes a tensor, got {type(tensor).__name__}; make one with torch.as_tensor() first"
         )
+    refuse_sparse("distribute_tensor", tensor)
     if not tensor.is_leaf:
         raise LongmeshError(
             "distribute_tensor takes a leaf tensor, got the result of a differentiable op; use DTensor.from_local "

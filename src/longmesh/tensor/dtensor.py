@@ -39,7 +39,7 @@ from longmesh.spec import (
 from longmesh.spec.placement import check_kinds
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.compiling import Traceable, between_graphs
-from longmesh.tensor.foreign import refuse_fsdp, refuse_memory, refuse_transformed
+from longmesh.tensor.foreign import refuse_fsdp, refuse_memory, refuse_sparse, refuse_transformed
 from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
@@ -368,6 +368,7 @@ def _from_local(
         )
     if functorch_level() is not None and is_transformed(local):
         refuse_transformed("from_local")
+    refuse_sparse("from_local", local)
     given = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
     check_kinds(
         given, "from_local: "

@@ -42,6 +42,14 @@ def refuse_inside_transform(caller: str) -> None:
         refuse_transformed(caller)
 
 
+def refuse_sparse(caller: str, tensor: torch.Tensor) -> None:
+    """Of what makes DTensors of plain tensors: a part must have strides."""
+    if tensor.layout is not torch.strided:
+        raise LongmeshError(
+            f"{caller} takes a strided tensor, got one of layout {tensor.layout}; call to_dense() first"
+        )
+
+
 def refuse_fsdp(tensor: torch.Tensor) -> NoReturn:
     """The getter of what fully_shard asks a parameter for."""
     raise LongmeshError(

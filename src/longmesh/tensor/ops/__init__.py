@@ -57,6 +57,7 @@ MIXED: dict[OpOverload, Family] = {
     **foreach_norm.MIXED,
     **fused.MIXED,
     **foreign.MIXED,
+    **values.MIXED,
 }
 
 NOTES: dict[OpOverload, Note] = {**embedding.NOTES}

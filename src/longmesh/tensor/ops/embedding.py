@@ -86,6 +86,12 @@ def sparse_gradient(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs:
     return p.op(rows, (given["values"], indices, given["size"][0], -1, False), {})
 
 
+def bag_gradient(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient of a bag's table: the dense one, also where a sparse one is asked for."""
+    given = bind(func, args, kwargs)
+    return p.op(func, tuple({**given, "sparse": False}.values()), {}) if given["sparse"] else USUAL
+
+
 def _batch_layout(layout: Layout, rows: tuple[int, ...], last: int, *, keep: bool) -> Layout:
     """The gradient whole on the axes that shard the rows; elsewhere sharded or a pending sum, as it is."""
     moved = list(rows)
@@ -165,6 +171,7 @@ FAMILIES: dict[OpOverload, Family] = {
     aten.embedding_dense_backward.default: embedding_backward,
     aten.embedding_renorm_.default: renorm,
     aten._sparse_coo_tensor_with_dims_and_tensors.default: sparse_gradient,
+    aten._embedding_bag_backward.default: bag_gradient,
     **dict.fromkeys(COPIES, copy_pending),
 }
 NOTES: dict[OpOverload, Note] = {

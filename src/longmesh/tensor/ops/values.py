@@ -28,6 +28,7 @@ def check_errors(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: di
 
 
 def is_same_size(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Of global shapes; a plain tensor has one, too."""
     return args[0].shape == args[1].shape
 
 
@@ -58,6 +59,15 @@ def refuse_sparse(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: d
     )
 
 
+def refuse_memory_question(
+    p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    raise LongmeshError(
+        f"{func} of a DTensor: it compares the memory of two tensors, and a DTensor's is in parts on several ranks; "
+        "ask x.to_local().is_set_to(y.to_local()) on each"
+    )
+
+
 def einsum(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """By its rule where the equation is plain, else by torch's own decomposition."""
     equation, operands = args
@@ -70,7 +80,6 @@ FAMILIES: dict[OpOverload, Family] = {
     aten._local_scalar_dense.default: to_number,
     aten.item.default: to_number,
     aten._linalg_check_errors.default: check_errors,
-    aten.is_same_size.default: is_same_size,
     aten._has_same_storage_numel.default: has_same_storage_numel,
     aten.equal.default: equal,
     aten.allclose.default: allclose,
@@ -108,4 +117,10 @@ FAMILIES: dict[OpOverload, Family] = {
         ),
         Planner.on_whole_tensors,
     ),
+}
+
+# Plain tensors need no layout here.
+MIXED: dict[OpOverload, Family] = {
+    aten.is_same_size.default: is_same_size,
+    aten.is_set_to.default: refuse_memory_question,
 }
