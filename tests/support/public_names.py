@@ -14,6 +14,7 @@ MODULES = [
     "longmesh.debug",
     "longmesh.errors",
     "longmesh.experimental",
+    "longmesh.experts",
     *(["longmesh.hf"] if HAS_BRIDGES else []),
     "longmesh.interop",
     "longmesh.parallel",

@@ -294,3 +294,14 @@ def families() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def axes_of(family: str) -> set[str]:
+    """The axes that transformers has a plan for: "tp", and "ep" for experts."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family]
+    kinds = [config, *config.sub_configs.values()]
+    tensor = any(getattr(kind, "base_model_tp_plan", None) for kind in kinds)
+    experts = any(getattr(kind, "base_model_ep_plan", None) for kind in kinds)
+    return {name for name, found in (("tp", tensor or family == "gpt_oss"), ("ep", experts)) if found}

@@ -7,7 +7,7 @@ autograd graph; before and after it they are DTensors, for optimizers and checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,33 +15,37 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import own_parameters
-from longmesh.comm.intervals import Interval
 from longmesh.errors import LongmeshError
 from longmesh.parallel.modules import check_unstyled
 from longmesh.parallel.style import ParallelStyle, describe_module, distribute_parameter
 from longmesh.spec import Partial, Placement, Replicate
 from longmesh.tensor import DTensor
 
+View = Callable[[torch.Tensor], torch.Tensor]
+
 
 class LocalParameters(ParallelStyle):
-    """Shard a module's parameters as `placements` says, by name (the others are whole), for a forward on plain tensors.
+    """Shard a module's parameters as `placements` says, by name (the others are whole), for a forward on plain
+    tensors.
 
-    Each rank computes a term of the gradient of what is whole: terms are added up. `intervals`: of a whole
-    parameter, the rows per rank that the forward sees.
+    Each rank computes a term of the gradient of what is whole: terms are added up. `views`: what the forward gets of
+    this rank's part of a parameter. `names`: of the parameters; by default all that the module has itself.
     """
 
     def __init__(
         self,
         placements: Mapping[str, Placement] | None = None,
-        intervals: Mapping[str, tuple[Interval, ...]] | None = None,
-        names: tuple[str, ...] | None = None,
+        *,
+        views: Mapping[str, View] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
-        self.placements, self.intervals, self.names = dict(placements or {}), dict(intervals or {}), names
+        self.placements, self.views = dict(placements or {}), dict(views or {})
+        self.names = None if names is None else tuple(names)
 
     def _check(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         check_unstyled(self, name, module)
         own = own_parameters(module)
-        missing = [n for n in (*self.placements, *self.intervals, *(self.names or ())) if own.get(n) is None]
+        missing = [n for n in (*self.placements, *self.views, *(self.names or ())) if own.get(n) is None]
         if missing:
             raise LongmeshError(
                 f"LocalParameters can't take {describe_module(name, module)}: it has no parameter {missing[0]!r}"
@@ -54,13 +58,11 @@ class LocalParameters(ParallelStyle):
         for name in names:
             placement = self.placements.get(name, Replicate())
             distribute_parameter(module, name, device_mesh, placement, self.src_data_rank)
-        place = device_mesh.get_local_rank() if device_mesh.ndim == 1 else 0
-        views = {name: intervals[place] for name, intervals in self.intervals.items()}
-        run_locally(module, {name: views.get(name) for name in names})
+        _run_locally(module, {name: self.views.get(name) for name in names})
         return module
 
 
-def run_locally(module: nn.Module, views: Mapping[str, Interval | None]) -> None:
+def _run_locally(module: nn.Module, views: Mapping[str, View | None]) -> None:
     """Have the named parameters plain while the module's forward runs."""
     kept: list[dict[str, Any]] = []
 
@@ -78,11 +80,11 @@ def run_locally(module: nn.Module, views: Mapping[str, Interval | None]) -> None
     module.__dict__["has_local_parameters"] = True
 
 
-def _local(module: nn.Module, parameter: Any, view: Interval | None) -> Any:
+def _local(module: nn.Module, parameter: Any, view: View | None) -> Any:
     adopt: Callable[[Any], Any] | None = module.__dict__.get("adopt")
     parameter = parameter if adopt is None else adopt(parameter)
     if not isinstance(parameter, DTensor):
         return parameter
     terms = [Partial() if p.is_replicate() else p for p in parameter.placements]
     local: torch.Tensor = parameter.to_local(grad_placements=terms)
-    return local if view is None else local.narrow(0, *view)
+    return local if view is None else view(local)

@@ -89,10 +89,10 @@ def describe_module(name: str, module: nn.Module) -> str:
 def distribute_parameter(
     module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None
 ) -> None:
-    """Replace a parameter by its DTensor, in place. Collective."""
+    """Replace a parameter by its DTensor, placed so on every axis, in place. Collective."""
     parameter = getattr(module, name)
     if parameter is not None:
-        whole = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
+        whole = distribute_tensor(parameter, mesh, [placement] * mesh.ndim, src_data_rank=source)
         module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 

@@ -1,60 +1,80 @@
-"""A model's own tensor-parallel plan as styles of longmesh.parallel.
+"""A model's tensor-parallel plan as styles of longmesh.parallel.
 
 transformers knows for most families which module is sharded by columns or rows (`model.tp_plan`, patterns to names
-of styles). Each matching module gets a style of ours; a style that we don't know raises before anything is changed.
+of styles); for others the plan is read from the layers (layer_plan.py). Each matching module gets a style of ours.
+Between columns and rows a rank has its own features only, so every parameter that is used there must be one that is
+known; a style or a parameter that is not raises before anything is changed.
 """
 
 from __future__ import annotations
 
-import re
+from typing import Any
 
+import torch
 from torch import nn
 
 from longmesh.errors import LongmeshError
 from longmesh.hf.axes.attention_heads import KEY_PROJECTIONS, check_features, find_heads
+from longmesh.hf.axes.expert_plan import find_experts
+from longmesh.hf.axes.layer_plan import pattern, plan_layers
 from longmesh.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from longmesh.parallel.by_heads import HeadColumns, HeadRows
 from longmesh.parallel.head_shares import HeadShares
 from longmesh.parallel.local_parameters import LocalParameters
+from longmesh.parallel.sum_gradient import SumGradient
 from longmesh.spec import Replicate
 
 Styles = dict[str, ParallelStyle]
+_ADVICE = "leave 'tp' out of the mesh"
+# Submodules of attention that run on whole features, before the columns: of latents, and the choice of keys.
+_BEFORE_COLUMNS = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm", "kv_a_proj_with_mqa", "indexer")
+
+_ACTIVATIONS = ("act_fn", "activation_fn")
+_HEAD_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
+# These take rows of their embedding's weight by themselves.
+_READ_EMBEDDINGS = frozenset(("Gemma4Model", "Gemma4ForConditionalGeneration"))
 
 
-def tensor_styles(model: nn.Module, ranks: int) -> tuple[Styles, dict[str, HeadShares]]:
-    """A style for every module that the model's plan names, and the heads of its attention modules. Local:
-    communicates nothing, and is the same on every rank."""
+def tensor_styles(model: nn.Module, ranks: int, rank: int) -> tuple[Styles, dict[str, HeadShares]]:
+    """A style for every module that the plan names, and the heads of its attention modules. Local: communicates
+    nothing, and is the same on every rank but for `rank`."""
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
-    if not plan:
-        raise LongmeshError(
-            f"hf.parallelize: {type(model).__name__} has no tp_plan, so how to shard it is not known; leave 'tp' out "
-            "of the mesh, or set model.tp_plan"
-        )
+    if not any(".*." in name for name in plan):  # nothing of its layers
+        plan |= plan_layers(model)
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
-    named = {name: plan[_pattern(name)] for name in (*modules, *parameters) if _pattern(name) in plan}
-    parents = dict.fromkeys(name.rpartition(".")[0] for name, style in named.items() if style == "rowwise")
-    heads = {
-        parent: find_heads(parent, modules[parent], ranks) for parent in parents if _is_attention(parent)
-    }
+    named = {name: plan[pattern(name)] for name in (*modules, *parameters) if pattern(name) in plan}
+    # Experts are sharded by experts, not within them; what a plan shards within one module of its own stays whole.
+    for apart in (*find_experts(model), *(name for name, style in named.items() if style == "all_reduce")):
+        named = {name: style for name, style in named.items() if not f"{name}.".startswith(f"{apart}.")}
+    for name, module in modules.items():
+        if type(module).__name__ in _READ_EMBEDDINGS:
+            raise _unknown(f"what {type(module).__name__} '{name}' reads of its embedding's weight")
+    parents = dict.fromkeys(_parent(name) for name, style in named.items() if style == "rowwise")
+    heads = {name: find_heads(name, modules[name], ranks) for name in parents if _is_attention(name)}
     styles: Styles = {}
     for name, style in named.items():
-        if name not in modules:
-            raise _unknown(name, "a parameter", style)
-        styles[name] = _style(name, modules[name], style, heads.get(name.rpartition(".")[0]))
+        shares = heads.get(_parent(name))
+        if name in modules:
+            styles[name] = _style(name, modules[name], style, shares, modules[_parent(name)])
+        else:
+            styles[_parent(name)] = _style_parameter(name, parameters[name], style, shares, rank)
+    for parent in parents:
+        styles |= _inner_parameters(parent, modules, styles)
     return styles, heads
 
 
-def _pattern(name: str) -> str:
-    """A name with * for numbers of layers, as transformers writes its plans."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _is_attention(name: str) -> bool:
     return any("attn" in part or "attention" in part for part in name.split("."))
 
 
-def _style(name: str, module: nn.Module, style: str, heads: HeadShares | None) -> ParallelStyle:
+def _style(
+    name: str, module: nn.Module, style: str, heads: HeadShares | None, parent: nn.Module
+) -> ParallelStyle:
     match style:
         case "colwise" if heads is not None:
             of_keys = name.rpartition(".")[2] in KEY_PROJECTIONS
@@ -74,12 +94,41 @@ def _style(name: str, module: nn.Module, style: str, heads: HeadShares | None) -
             return RowwiseParallel(input_layouts=Replicate())
         case "replicated_with_grad_allreduce":
             return LocalParameters()
+        case "mla_kv_a_proj" if isinstance(rotary := getattr(parent, "qk_rope_head_dim", None), int):
+            return SumGradient(rotary)
         case _:
-            raise _unknown(name, type(module).__name__, style)
+            raise _unknown(f"the plan of '{name}' ({type(module).__name__}) is {style!r}")
 
 
-def _unknown(name: str, kind: str, style: str) -> LongmeshError:
-    return LongmeshError(
-        f"hf.parallelize: the plan of '{name}' ({kind}) is {style!r}, which is not known here; leave 'tp' out of the "
-        "mesh"
-    )
+def _style_parameter(
+    name: str, parameter: torch.Tensor, style: str, heads: HeadShares | None, rank: int
+) -> ParallelStyle:
+    """A parameter with a number per head: it is whole on every rank, which takes those of its heads."""
+    if heads is None or style != "colwise" or tuple(parameter.shape) != (heads.num_heads,):
+        raise _unknown(f"the plan of the parameter '{name}' is {style!r}")
+    last, (start, length) = name.rpartition(".")[2], heads.heads[rank]
+    return LocalParameters(names=(last,), views={last: lambda whole: whole.narrow(0, start, length)})
+
+
+def _inner_parameters(parent: str, modules: dict[str, Any], styles: Styles) -> Styles:
+    """Styles for parameters that are used between columns and rows, where each rank has a term of their gradient."""
+    found: Styles = {}
+    for name, module in modules[parent].named_modules(prefix=parent):
+        inside = name[len(parent) + 1 :].split(".")
+        covered = any(f"{name}.".startswith(f"{styled}.") for styled in styles if styled != parent)
+        own = dict(module.named_parameters(recurse=False))
+        if not own or covered or inside[0] in _BEFORE_COLUMNS:
+            continue
+        sizes = {p.numel() for p in own.values()}
+        of_a_head = {getattr(modules[parent], "head_dim", None)}
+        if (inside[0] in _ACTIVATIONS and sizes == {1}) or (inside[0] in _HEAD_NORMS and sizes == of_a_head):
+            found[name] = LocalParameters()
+        elif not (name == parent and isinstance(styles.get(parent), LocalParameters)):
+            raise _unknown(
+                f"what '{name}' ({type(module).__name__}) does with {', '.join(own)} between ranks"
+            )
+    return found
+
+
+def _unknown(what: str) -> LongmeshError:
+    return LongmeshError(f"hf.parallelize: {what}, which is not known here; {_ADVICE}")
