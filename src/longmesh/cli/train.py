@@ -32,6 +32,7 @@ from longmesh.cli.arguments import (
 PROGRAM = "longmesh.train"
 DEFAULT_TIMEOUT, START_TIMEOUTS = 300.0, 3  # the trainer's own limit takes over when it has started
 DEFAULT_OUT = "longmesh-train"
+LEAST_HALVED = 8  # steps
 AXES = ("data", "context", "tensor")
 LAUNCH = ("command", "ranks", "threads", "grace", "max_restarts", "compare")
 
@@ -110,7 +111,9 @@ def add_parser(commands: Any) -> None:
         help="use --out even if another run has left checkpoints there, which are replaced, or seems to use it still",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="first run the same training in one process, then compare"
+        "--compare",
+        action="store_true",
+        help="run the same training in one process, too, in turn, and compare",
     )
 
 
@@ -128,22 +131,41 @@ def run_train(options: argparse.Namespace) -> int:
         launch.find_problem()
         or find_problem(told, ranks, compare, world_size)
         or _find_trainers_problem(told)
+        or (_find_trainers_problem(_alone(told)) if compare else None)
     )
     if problem is not None:
         return refuse("longmesh train", problem)
     if world_size is not None:
         return _run_here(told)
-    if compare:
-        out = Path(told.get("out", DEFAULT_OUT), "one-process")
-        dropped = ("baseline",) if told.get("resume") == "auto" else ("baseline", "resume")
-        alone = {name: value for name, value in told.items() if name not in dropped}
-        alone |= {"data": 1, "context": 1, "tensor": 1, "out": str(out)}
-        threads = launch.threads and launch.threads * ranks
-        code = _start(alone, launch._replace(ranks=RankRange(1, 1), threads=threads))
+    return _compare(told, launch) if compare else _start(told, launch)
+
+
+def _alone(told: dict[str, Any]) -> dict[str, Any]:
+    """The same training in one process, in a directory of its own; resumed if that directory is to be."""
+    dropped = ("baseline",) if told.get("resume") == "auto" else ("baseline", "resume")
+    alone = {name: value for name, value in told.items() if name not in dropped}
+    out = Path(told.get("out", DEFAULT_OUT), "one-process")
+    return alone | {"data": 1, "context": 1, "tensor": 1, "out": str(out)}
+
+
+def _compare(told: dict[str, Any], launch: Launch) -> int:
+    """Train on the ranks and in one process, in turn: what slows the machine down for a while meets both.
+
+    The ranks run the first half of the steps, then comes the one process, then the ranks' second half.
+    """
+    options = import_module(f"{PROGRAM}.options")
+    steps, source = told.get("steps", options.TrainOptions.steps), told.get("resume")
+    source = told.get("out", DEFAULT_OUT) if source == "auto" else source
+    first = 0 if source is None else max(options.checkpoint_steps(Path(source)), default=0)
+    alone = _alone(told)
+    if steps - first >= LEAST_HALVED:
+        code = _start(told | {"until": (first + steps) // 2}, launch)
         if code != 0:
             return code
-        told["baseline"] = str(out)
-    return _start(told, launch)
+        told = told | {"resume": "auto"}
+    threads = launch.threads and launch.threads * launch.ranks.most
+    code = _start(alone, launch._replace(ranks=RankRange(1, 1), threads=threads))
+    return code or _start(told | {"baseline": alone["out"]}, launch)
 
 
 def find_problem(told: dict[str, Any], ranks: int, compare: bool, world_size: int | None) -> str | None:

@@ -19,7 +19,7 @@ from longmesh.train.loop import train
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import Axes, make_axes
 from longmesh.train.progress import progress, say_nothing
-from longmesh.train.report import Summary, read_summary, summarize, write_report
+from longmesh.train.report import Summary, add_part, read_summary, summarize, write_part, write_report
 
 
 def main(arguments: str) -> None:
@@ -59,9 +59,8 @@ def train_and_report(
 ) -> bool:
     """Train, show it and write it down; whether the run was stopped before its end."""
     is_first = dist.get_rank() == 0
-    title = f"{axes.world.size()} ranks" if axes.world.size() > 1 else "one process"
-    tokens = options.batch * options.seq_len
-    shown = progress(steps=options.steps, step_tokens=tokens, title=title, terminal=options.terminal)
+    tokens, num_ranks = options.batch * options.seq_len, axes.world.size()
+    shown = progress(steps=options.steps, step_tokens=tokens, num_ranks=num_ranks, terminal=options.terminal)
     guard.stop_requested()  # from here on signals are noted
     with shown if is_first else nullcontext(say_nothing) as show:
         record = train(options, axes, corpus, show, guard)
@@ -74,8 +73,10 @@ def train_and_report(
             print(f"all {len(record.losses)} steps are done already", flush=True)
         return False
     summary = summarize(record, options, axes)
-    if is_first:
-        print(write_report(summary, baseline, record.plan, options), flush=True)
+    if is_first and options.until is not None:
+        write_part(summary, options)
+    elif is_first:
+        print(write_report(add_part(summary, options), baseline, record.drawn, options), flush=True)
     return False
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from longmesh.attention import AttentionPlan, PackedDocuments, cut_cross_entropy
+from longmesh.attention import PackedDocuments, cut_cross_entropy
 from longmesh.attention.tokens.packing import IGNORED
 from longmesh.comm import CommEvent, CommObserver, observe_comm
 from longmesh.train.bad_numbers import StepNumbers, agree_on_bad, gradient_norms
@@ -24,7 +24,7 @@ from longmesh.train.guard import FIRST_STEP, Guard
 from longmesh.train.ledger import Ledger
 from longmesh.train.model import Transformer
 from longmesh.train.options import TrainOptions
-from longmesh.train.parallel import Axes, Engines, cut_model, sum_gradients, take_part
+from longmesh.train.parallel import Axes, DrawnPlan, Engines, cut_model, sum_gradients, take_part
 from longmesh.train.progress import StepRecord
 from longmesh.train.replicas import check_replicas
 from longmesh.train.state import finished, load_state, open_checkpoints, save_state
@@ -47,11 +47,11 @@ class WaitClock(CommObserver):
 
 @dataclass
 class RunRecord:
-    """What a run did on this rank: every loss since step 0, its own steps, and the last plan of attention."""
+    """What a run did on this rank: every loss since step 0, its own steps, and the plan that shows most documents."""
 
     losses: list[float] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
-    plan: AttentionPlan | None = None
+    drawn: DrawnPlan | None = None
     is_stopped: bool = False
     stragglers: list[str] = field(default_factory=list)
 
@@ -78,14 +78,16 @@ def train(
     sequences = corpus.steps(options.seq_len, options.batch, first=first)
     following, engines = next(sequences), Engines(options, axes)
     with observe_comm(clock), finished(checkpoints):
-        for step in range(first, options.steps):
+        last = options.until or options.steps
+        for step in range(first, last):
             start, waited = time.perf_counter(), clock.seconds
             rows, following = following, next(sequences)
-            if options.steps - step > WORTH_PLANNING_AHEAD:
+            if last - step > WORTH_PLANNING_AHEAD:
                 engines.plan_ahead(following)
             optimizer.param_groups[0]["lr"] = options.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
             with nullcontext() if step > first else guard.section(FIRST_STEP):
-                numbers, record.plan = run_step(model, optimizer, rows, options, axes, engines)
+                numbers, drawn = run_step(model, optimizer, rows, options, axes, engines)
+            record.drawn = choose_drawn(record.drawn, drawn)
             took, waited = time.perf_counter() - start, clock.seconds - waited
             ledger.add(step, numbers, took, waited)
             if step > first:  # it makes groups and plans
@@ -93,7 +95,7 @@ def train(
             if options.check_replicas and (step + 1) % options.check_replicas == 0:
                 check_replicas(model, axes, step + 1)
             checkpoints.poll()
-            is_last = step + 1 == options.steps
+            is_last = step + 1 == last
             record.is_stopped = guard.stop_requested() and not is_last
             if is_last or record.is_stopped or (options.save_every and (step + 1) % options.save_every == 0):
                 ledger.settle()
@@ -122,21 +124,28 @@ def run_step(
     options: TrainOptions,
     axes: Axes,
     engines: Engines,
-) -> tuple[StepNumbers, AttentionPlan | None]:
+) -> tuple[StepNumbers, DrawnPlan | None]:
     """One update from all sequences of a step, unless it is not finite; the mean loss over their tokens and what was
-    found, on the device, and the last plan of attention."""
+    found, on the device, and the plan of attention that shows most documents."""
     num_labels = sum(int((row.labels != IGNORED).sum()) for row in rows)
-    losses, plan = [], None
+    losses, drawn = [], None
     for row in rows[axes.data.get_local_rank() :: options.data]:
         part = take_part(row, options, axes, engines)
         logits = model(part.tokens, part.positions, part.attend)
         loss = cut_cross_entropy(logits, part.labels, axes.tokens, reduction="sum") / num_labels
         loss.backward()
         losses.append(loss.detach())
-        plan = part.plan
+        drawn = choose_drawn(drawn, part.drawn)
     norms, loss = gradient_norms(model), torch.stack(losses).sum()
     is_bad = agree_on_bad(loss, sum_gradients(model, axes, norms), axes)
     optimizer.found_inf = is_bad  # type: ignore[attr-defined] - as torch's GradScaler tells it
     optimizer.step()
     optimizer.zero_grad()
-    return StepNumbers(loss, is_bad, norms), plan
+    return StepNumbers(loss, is_bad, norms), drawn
+
+
+def choose_drawn(first: DrawnPlan | None, second: DrawnPlan | None) -> DrawnPlan | None:
+    """The plan that shows more documents; the later one if both show as many."""
+    if first is None or second is None:
+        return first or second
+    return first if first.num_visible > second.num_visible else second

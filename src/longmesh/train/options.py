@@ -53,6 +53,7 @@ class TrainOptions:
     resume: str | None = None
     baseline: str | None = None
     terminal: str | None = None
+    until: int | None = None  # leave after this step: a later start continues
     timeout: float = 300.0
 
     def __post_init__(self) -> None:

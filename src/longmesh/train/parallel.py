@@ -28,6 +28,8 @@ from longmesh.tensor import DTensor
 from longmesh.train.model import Attend
 from longmesh.train.options import TrainOptions
 
+VISIBLE = 32  # a document of this share of its sequence is seen in a picture
+
 
 class Meeting(NamedTuple):
     """What every rank must have in common before the first step."""
@@ -47,6 +49,13 @@ class Axes(NamedTuple):
     tensor: DeviceMesh
 
 
+class DrawnPlan(NamedTuple):
+    """A plan of attention, and how many of its sequence's documents are long enough to be seen in a picture of it."""
+
+    plan: AttentionPlan
+    num_visible: int
+
+
 class Part(NamedTuple):
     """This rank's part of a sequence, (1, tokens) and (tokens), and the attention that completes it."""
 
@@ -54,7 +63,7 @@ class Part(NamedTuple):
     labels: Tensor
     positions: Tensor
     attend: Attend
-    plan: AttentionPlan | None
+    drawn: DrawnPlan | None
 
 
 def make_axes(options: TrainOptions, text_digest: str, problem: LongmeshError | None, device: str) -> Axes:
@@ -142,7 +151,8 @@ def take_part(row: PackedDocuments, options: TrainOptions, axes: Axes, engines: 
         return Part(row.tokens.to(device), row.labels.to(device), everything, attend, None)
     cp = engines.engine(row)
     tokens, labels = (cp.shard(x, dim=1).to(device) for x in (row.tokens, row.labels))
-    return Part(tokens, labels, cp.positions.to(device), cp, cp.plan)
+    visible = sum(length * VISIBLE >= options.seq_len for length in engines.lengths_of(row))
+    return Part(tokens, labels, cp.positions.to(device), cp, DrawnPlan(cp.plan, visible))
 
 
 def _attend_alone(lengths: tuple[int, ...]) -> Attend:

@@ -30,16 +30,17 @@ def say_nothing(record: StepRecord) -> None:
 
 @contextmanager
 def progress(
-    *, steps: int, step_tokens: int, title: str, terminal: str | None
+    *, steps: int, step_tokens: int, num_ranks: int, terminal: str | None
 ) -> Iterator[Callable[[StepRecord], None]]:
     """A function that shows each finished step: on the terminal that is named, or on stdout."""
     with ExitStack() as stack:
         file = sys.stdout if terminal is None else stack.enter_context(open(terminal, "w"))
         bar = stack.enter_context(_bar(file)) if file.isatty() else None
+        title = name_run(num_ranks)
         task = bar.add_task(title, total=steps, told="") if bar is not None else None
 
         def show(record: StepRecord) -> None:
-            told = describe_step(record, steps, step_tokens)
+            told = describe_step(record, steps, step_tokens, num_ranks)
             if bar is not None and task is not None:
                 bar.update(task, completed=record.step + 1, told=told, refresh=True)
             elif record.step + 1 == steps or record.step % max(1, steps // LINES) == 0:
@@ -56,10 +57,13 @@ def _bar(file: TextIO) -> Bar:
     return Bar(*columns, console=console, expand=True, auto_refresh=False)
 
 
-def describe_step(record: StepRecord, steps: int, step_tokens: int) -> str:
-    """A step in one line."""
+def name_run(num_ranks: int) -> str:
+    """Who trains."""
+    return f"{num_ranks} ranks" if num_ranks > 1 else "one process"
+
+
+def describe_step(record: StepRecord, steps: int, step_tokens: int, num_ranks: int) -> str:
+    """A step in one line. Ranks wait for different times, and only the first one's is known here."""
     rate, share = step_tokens / record.seconds, record.wait_seconds / record.seconds
-    return (
-        f"step {record.step + 1:{len(str(steps))}d}/{steps}  loss {record.loss:.4f}  {rate:,.0f} tokens/s  "
-        f"{share:.0%} in communication"
-    )
+    waits = f"  rank 0 waits {share:.0%}" if num_ranks > 1 else ""
+    return f"step {record.step + 1:{len(str(steps))}d}/{steps}  loss {record.loss:.4f}  {rate:,.0f} tokens/s{waits}"

@@ -7,6 +7,7 @@ import pytest
 
 from longmesh.attention import masks, plan_attention
 from longmesh.debug.measure_calls import fit, least_squares, reference_calls
+from longmesh.debug.measure_links import Clock, find_disturbed
 from longmesh.plan import named_cluster
 
 
@@ -51,3 +52,22 @@ def test_calls_are_those_that_the_mesh_can_make_and_stay_short():
     assert exchanges(2, 8) == {"hybrid"}
     assert exchanges(1) == exchanges(1, 1) == exchanges(2, 16) == exchanges(2, 2, 2) == set()
     assert max(call.length for call in reference_calls((1024,), 128, 8)) == 320 * 32
+
+
+class ScriptedClock(Clock):
+    """Gives times that are written down, a list for each call."""
+
+    def __init__(self, *times: list[float]) -> None:
+        self.times = [iter(column) for column in times]
+
+    def best_us(self, makes):
+        return [next(self.times[make()]) for make in makes]
+
+
+def test_a_message_that_was_disturbed_is_measured_again():
+    """A small message took longer than a large one, and went into the cluster."""
+    calls = [lambda i=i: i for i in range(3)]
+    assert ScriptedClock([900.0, 700.0, 40.0], [50.0], [800.0]).rising_us(calls) == [40.0, 50.0, 800.0]
+    assert ScriptedClock([55.0], [50.0], [800.0]).rising_us(calls) == [55.0, 50.0, 800.0]  # as good as equal
+    busy = ScriptedClock([900.0] * 99, [50.0] * 99, [800.0] * 99).rising_us(calls)
+    assert busy == [900.0, 50.0, 800.0] and find_disturbed(busy) == [0]

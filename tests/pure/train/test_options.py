@@ -75,7 +75,7 @@ def test_the_command_lines_options_are_the_trainers():
     told = {k: v for k, v in vars(given).items() if k not in ("command", "ranks", "threads", "compare")}
     options = TrainOptions(**{**told, "dim": 16})
     assert (options.seq_len, options.kv_heads, options.learning_rate) == (2, 2, 0.1)
-    assert set(told) == set(TrainOptions.__dataclass_fields__) - {"terminal"}
+    assert set(told) == set(TrainOptions.__dataclass_fields__) - {"terminal", "until"}
     assert vars(make_parser().parse_args(["train"])) == {"command": "train"}  # defaults are the trainer's
 
 

@@ -9,7 +9,7 @@ from longmesh.train.progress import StepRecord, progress
 
 
 def show_all(steps=20, first=0, **where):
-    with progress(steps=steps, step_tokens=1000, title="3 ranks", **{"terminal": None, **where}) as show:
+    with progress(steps=steps, step_tokens=1000, num_ranks=3, **{"terminal": None, **where}) as show:
         for step in range(first, steps):
             show(StepRecord(step, 4.0, 0.5, 0.1))
 
@@ -17,7 +17,7 @@ def show_all(steps=20, first=0, **where):
 def test_lines_come_now_and_then_and_at_the_end(capsys):
     show_all(steps=25)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "3 ranks: step  1/25  loss 4.0000  2,000 tokens/s  20% in communication"
+    assert lines[0] == "3 ranks: step  1/25  loss 4.0000  2,000 tokens/s  rank 0 waits 20%"
     assert [int(re.findall(r"(\d+)/25", line)[0]) for line in lines] == [*range(1, 26, 2)]
 
 
@@ -40,6 +40,6 @@ def test_a_bar_moves_on_the_terminal_that_is_named(capsys):
     drawn = b"".join(pieces_of(master)).decode()
     os.close(master)
     for step in (1, 2, 3):
-        assert f"step {step}/3  loss 4.0000  2,000 tokens/s  20% in communication" in drawn
+        assert f"step {step}/3  loss 4.0000  2,000 tokens/s  rank 0 waits 20%" in drawn
     assert "━" in drawn and drawn.count("\n") == 1
     assert capsys.readouterr().out == ""

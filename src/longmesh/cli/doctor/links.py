@@ -7,31 +7,59 @@ Collective: every rank of the group measures the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from longmesh.cli.doctor.finding import Finding, median_us
+from longmesh.cli.doctor.finding import Finding
+from longmesh.comm import AxisGroup
+from longmesh.debug.measure_links import Clock, find_disturbed
+from longmesh.plan.words import format_bytes
 
 SIZES = {"cpu": (1 << 10, 1 << 16, 1 << 20, 1 << 22), "cuda": (1 << 12, 1 << 18, 1 << 22, 1 << 26, 1 << 28)}
 
 
 def examine_links(
-    axis: str, group: dist.ProcessGroup, device: torch.device, sizes: tuple[int, ...] | None = None
+    axis: str, axis_group: AxisGroup, device: torch.device, sizes: tuple[int, ...] | None = None
 ) -> list[Finding]:
-    """Every collective at every size, over one axis; the numbers that arrive are checked, too."""
+    """Every collective at every size, over one axis; the numbers that arrive are checked, too.
+
+    A message that takes longer than a larger one is measured again, and reported if it still does.
+    """
+    sizes = sizes or SIZES.get(device.type, SIZES["cpu"])
+    clock, group = Clock(axis_group, device), axis_group.process_group
+    by_size = [_calls(size, group, device) for size in sizes]
     found: list[Finding] = []
-    n = dist.get_world_size(group)
-    for size in sizes or SIZES.get(device.type, SIZES["cpu"]):
-        for name, (call, factor) in _calls(size, group, device).items():
-            took = median_us(call, device)
-            figures = {
-                "axis": axis, "ranks": n, "bytes": size, "us": round(took, 1),
-                "algorithm_gb_s": round(size / took / 1e3, 3), "bus_gb_s": round(size * factor / took / 1e3, 3),
-            }  # fmt: skip
-            found.append(Finding("links", name, figures))
-    found.append(_exact(axis, group, device))
+    for name in by_size[0]:
+        calls = [by_name[name] for by_name in by_size]
+        took = clock.rising_us([lambda call=call: call for call, _ in calls])
+        found += describe_times(name, axis, axis_group.size, sizes, took, calls[0][1])
+    if axis_group.rank != 0:  # the times are the group's: its first rank reports them
+        found = [replace(finding, problem=None) for finding in found]
+    return [*found, _exact(axis, group, device)]
+
+
+def describe_times(
+    name: str, axis: str, num_ranks: int, sizes: Sequence[int], took_us: Sequence[float], factor: float
+) -> list[Finding]:
+    """The rows of one collective, in rising order of size; `factor` is that of its bus bandwidth. Pure."""
+    found: list[Finding] = []
+    disturbed = find_disturbed(took_us)
+    for i, (size, us) in enumerate(zip(sizes, took_us, strict=True)):
+        figures = {
+            "axis": axis, "ranks": num_ranks, "bytes": size, "us": round(us, 1),
+            "algorithm_gb_s": round(size / us / 1e3, 3), "bus_gb_s": round(size * factor / us / 1e3, 3),
+        }  # fmt: skip
+        problem = None
+        if i in disturbed:
+            faster = min(range(i, len(sizes)), key=lambda j: took_us[j])
+            problem = (
+                f"it takes longer than {format_bytes(sizes[faster])} ({took_us[faster]:.0f} us), also when measured "
+                "again: the machine or its network is busy; run the doctor again when it is idle"
+            )
+        found.append(Finding("links", name, figures, problem))
     return found
 
 

@@ -23,7 +23,9 @@ from longmesh.cli.doctor.kernels import examine_kernels
 from longmesh.cli.doctor.links import examine_links
 from longmesh.cli.doctor.machine import examine_machine
 from longmesh.cli.doctor.ranks import examine_exchanges
+from longmesh.comm import comm_of
 from longmesh.debug.measure_cluster import measure_cluster
+from longmesh.plan.words import format_bytes
 
 
 def main(json_path: str, save_path: str) -> int:
@@ -49,8 +51,11 @@ def main(json_path: str, save_path: str) -> int:
         if json_path:
             found = {"host": platform.node(), "problems": problems, "findings": [asdict(f) for f in findings]}
             Path(json_path).write_text(json.dumps(found, indent=1))
+            print(f"all findings: {Path(json_path).absolute()}", flush=True)
         if cluster is not None:
             cluster.save(save_path)
+            path = Path(save_path).absolute()
+            print(f"the measured cluster: {path}; give it as --cluster {path}, or as cluster=", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     return 1 if problems else 0
@@ -72,8 +77,8 @@ def examine(device: torch.device, mesh: DeviceMesh | None) -> list[Finding]:
     findings = examine_machine(device) + examine_kernels(device)
     if mesh is None:
         return findings
-    for axis in reversed(mesh.mesh_dim_names or ()):
-        findings += examine_links(axis, mesh.get_group(axis), device)
+    for axis, name in reversed(list(enumerate(mesh.mesh_dim_names or ()))):
+        findings += examine_links(name, comm_of(mesh).group((axis,)), device)
     size = mesh.size()
     line = init_device_mesh(device.type, (size,)) if mesh.ndim > 1 else mesh
     findings += examine_exchanges(line, device, ("ring", "allgather", "sparse", "ulysses"))
@@ -81,6 +86,32 @@ def examine(device: torch.device, mesh: DeviceMesh | None) -> list[Finding]:
         grid = mesh if mesh.ndim > 1 else init_device_mesh(device.type, (size // 2, 2))
         findings += examine_exchanges(grid, device, ("hybrid",))
     return findings
+
+
+# Figures in the words of a table's head; others are their own names.
+WORDS = {
+    "us": "time (us)",
+    "bytes": "message",
+    "algorithm_gb_s": "GB/s of the message",
+    "bus_gb_s": "GB/s of a link",
+    "error": "largest error",
+    "forward_us": "forward (us)",
+    "backward_us": "backward (us)",
+    "flops_per_us": "forward (GFLOP/s)",
+    "backward_flops_per_us": "backward (GFLOP/s)",
+    "of_matmul": "share of matmul's speed",
+    "memory_bytes": "memory",
+    "kind": "mask",
+}
+
+
+def in_words(key: str, value: object) -> str:
+    """A figure as it is shown."""
+    if key.endswith("bytes"):
+        return format_bytes(float(str(value)))
+    if key.endswith("flops_per_us"):
+        return f"{float(str(value)) / 1e3:,.1f}"
+    return f"{value:,}" if isinstance(value, float | int) and key.endswith("us") else str(value)
 
 
 def show(findings: list[Finding], problems: int) -> None:
@@ -91,13 +122,15 @@ def show(findings: list[Finding], problems: int) -> None:
         columns = list(dict.fromkeys(key for f in rows for key in f.figures))
         # Rows that have hardly a figure in common are lists of figures, not lines of a table.
         as_text = 2 * sum(len(f.figures) for f in rows) < len(rows) * len(columns)
+        names = {key: WORDS.get(key, key.replace("_", " ")) for key in columns}
         table = Table()
-        for column in (section, *([""] if as_text else [key.replace("_", " ") for key in columns]), ""):
+        for column in (section, *([""] if as_text else names.values()), ""):
             table.add_column(column, overflow="fold")
         for f in rows:
-            cells = [str(f.figures.get(key, "")) for key in columns]
+            shown = {key: in_words(key, value) for key, value in f.figures.items()}
+            cells = [shown.get(key, "") for key in columns]
             if as_text:
-                cells = [", ".join(f"{key.replace('_', ' ')} {value}" for key, value in f.figures.items())]
+                cells = [", ".join(f"{names[key]} {value}" for key, value in shown.items())]
             table.add_row(f.name, *cells, f.problem or f.advice or "ok")
         console.print(table)
     wrong = [f"{_title(f)}: {f.problem}" for f in findings if f.problem is not None]
@@ -113,7 +146,8 @@ def show(findings: list[Finding], problems: int) -> None:
 
 def _title(finding: Finding) -> str:
     """Which row of the tables it is."""
-    which = [finding.figures[key] for key in ("dtype", "kind", "axis", "bytes") if key in finding.figures]
+    keys = [key for key in ("dtype", "kind", "axis", "bytes") if key in finding.figures]
+    which = [in_words(key, finding.figures[key]) for key in keys]
     return " ".join(map(str, (finding.section, finding.name, *which)))
 
 
