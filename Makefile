@@ -40,10 +40,9 @@ bench: $(VENV)/.has-test
 	@$(BIN)/python benchmarks/record.py
 	@$(BIN)/python benchmarks/op_table.py
 
-# The pages of docs/files are made from the sources first; the site is build/site/index.html. Not --quiet: mkdocs counts
+# A hook makes the pages of docs/files from the sources first; the site is build/site/index.html. Not --quiet: mkdocs counts
 # only the warnings that it shows, and with --quiet they would not end the build.
 docs: $(VENV)/.has-docs
-	@PYTHONPATH=tools $(BIN)/python -m repodocs . --out docs/files
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "site: build/site/index.html; with its search: $(BIN)/python -m http.server --directory build/site"
 

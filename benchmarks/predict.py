@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longmesh.attention import ContextParallel, masks
-from longmesh.debug.measure_cluster import measure_cluster
+from longmesh.cli.doctor.measure_cluster import measure_cluster
 from longmesh.plan import Cluster
 from longmesh.testing import RankPool
 from longmesh.testing.mesh import cpu_mesh

@@ -30,13 +30,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from longmesh import stop_requested
 from longmesh.comm import observe_comm
-from longmesh.debug import watch
 from longmesh.testing import RankPool, cpu_mesh
 from longmesh.train.data import Corpus
 from longmesh.train.loop import WaitClock, build, run_step
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import Axes, Engines, slice_mesh
 from longmesh.train.stragglers import Stragglers
+from longmesh.watch import watch
 
 WATCHED_S = 5.0
 AXES = ("data", "context", "tensor")

@@ -1,22 +1,25 @@
-"""What the site needs of mkdocs besides its settings.
+"""Hooks that mkdocs runs while it builds the site.
 
-Pages of files are found by what they define: every page mentions hundreds of names that others define, and in the
-search they would hide the page that is looked for. Their keywords, most of all text, go around Markdown, which is slow.
-A name of the reference without a docstring is a warning, which ends the build.
+They make the pages of source files first, so that a bare `mkdocs build` finds them. The search leaves those pages
+out: there are seven of them for each other page, and they mention names that others define. `files/symbols.md` is
+searched, and leads to the file that defines a name. Their keywords, most of all text, go around Markdown, which is
+slow. A name of the reference without a docstring is a warning, which ends the build.
 """
 
 import functools
 import html
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import griffe
 
-MENTIONS = ("Imports", "Imported by", "Beside it", "Keywords")
-KEYWORDS = "\n## Keywords { data-search-exclude }\n\n"
+KEYWORDS = "\n## Keywords\n\n"
 KEPT = "<!-- keywords -->"
+SEARCHED = ("files/index.md", "files/symbols.md")
 REFERENCED = re.compile(r"^::: (\w+)\.([\w.]+)$", re.MULTILINE)
 CODE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\[(<code>.*?</code>)\]\(([^)#]*?)(?:\.md)?(#[^)]*)?\)")
@@ -24,10 +27,27 @@ LINK = re.compile(r"\[(<code>.*?</code>)\]\(([^)#]*?)(?:\.md)?(#[^)]*)?\)")
 log = logging.getLogger("mkdocs.hooks.site")  # what it warns of, mkdocs counts
 
 
+def on_config(config: Any) -> None:
+    """mkdocs calls this once its settings are read, before it looks for pages."""
+    make_file_pages(Path(config.config_file_path).parent, Path(config.docs_dir, "files"))
+
+
+@functools.cache  # `mkdocs serve` reads its settings again and again
+def make_file_pages(root: Path, out: Path) -> None:
+    """Make a page for each file of the repository, in a process of its own: a problem is a warning."""
+    tools = Path(__file__).parent
+    command = [sys.executable, "-m", "repodocs", str(root), "--out", str(out)]
+    made = subprocess.run(command, cwd=tools, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        log.warning(f"the pages of files could not be made: {made.stdout}{made.stderr}")
+
+
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **kwargs: Any) -> str:
     """mkdocs calls this for each page, before it is rendered."""
     if page.file.src_uri.startswith("files/"):
-        text, _, keywords = leave_out_mentions(markdown).partition(KEYWORDS)
+        if page.file.src_uri not in SEARCHED:
+            page.meta["search"] = {"exclude": True}
+        text, _, keywords = markdown.partition(KEYWORDS)
         page.meta["keywords"] = keywords
         return f"{text}{KEYWORDS}{KEPT}\n" if keywords else text
     for package, name in REFERENCED.findall(markdown):
@@ -40,13 +60,6 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **kwargs: Any) ->
 def on_post_page(output: str, *, page: Any, **kwargs: Any) -> str:
     """mkdocs calls this for each page, when it has been rendered and searched for what can be found."""
     return output.replace(KEPT, render_keywords(page.meta.get("keywords", "")))
-
-
-def leave_out_mentions(markdown: str) -> str:
-    """The page of a file whose sections that only mention names are left out of the search."""
-    for title in MENTIONS:
-        markdown = markdown.replace(f"\n## {title}\n", f"\n## {title} {{ data-search-exclude }}\n")
-    return markdown
 
 
 def render_keywords(markdown: str) -> str:

@@ -108,7 +108,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 # Attributes that need no import of their own: `import longmesh; longmesh.parallel.ColwiseParallel`.
 _MODULES = (
     *("attention", "cache", "checkpoint", "comm", "debug", "errors", "experimental", "interop", "parallel"),
-    *("placement_types", "plan", "recurrent", "rules", "spec", "tensor", "testing", "tiles"),
+    *("placement_types", "plan", "recurrent", "rules", "spec", "tensor", "testing", "tiles", "watch"),
 )
 
 

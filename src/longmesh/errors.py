@@ -22,7 +22,7 @@ class LongmeshError(ValueError):
 class NotDistributedError(RuntimeError):
     """A collective was asked for where no process group, or no rank of this mesh, exists.
 
-    >>> from longmesh.debug import desync_check
+    >>> from longmesh.watch import desync_check
     >>> with desync_check():  # in a process that is not a rank
     ...     pass
     Traceback (most recent call last):
@@ -34,7 +34,7 @@ class NotDistributedError(RuntimeError):
 class CollectiveError(RuntimeError):
     """A collective that did not end, or that ranks entered with different arguments.
 
-    >>> from longmesh.debug import desync_check
+    >>> from longmesh.watch import desync_check
     >>> x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     >>> total = x.sum()
     >>> with desync_check():

@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import json
 import shutil
 import subprocess
 import threading
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from repodocs import build as build_file_pages
 from support.chromium import Chromium
 from support.site import ROOT, dead_links, lay_out, run_mkdocs
 
@@ -26,8 +26,7 @@ def site(tmp_path_factory) -> Path:
     """The built site."""
     folder = tmp_path_factory.mktemp("site")
     lay_out(folder, ROOT / "docs", ROOT / "src")
-    assert build_file_pages(ROOT, folder / "docs" / "files").problems == ()
-    built = run_mkdocs(folder)
+    built = run_mkdocs(folder)  # as it is: a hook makes the pages of files
     assert is_clean(built), built.stdout
     return folder / "build" / "site"
 
@@ -52,6 +51,16 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+def test_the_search_has_the_pages_that_people_write(site):
+    """Seven of eight entries were pages that are made of sources."""
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    made = {
+        entry["location"].partition("#")[0] for entry in entries if entry["location"].startswith("files/")
+    }
+    assert made == {"files/index.html", "files/symbols.html"}
+    assert len(entries) > 300
+
+
 def test_no_link_is_dead(site):
     assert dead_links(site) == []
 
@@ -73,9 +82,12 @@ def test_a_symbol_is_searched_and_followed_to_its_file_and_to_a_test(address, tm
         browser.open(address + "index.html")
         browser.evaluate("document.querySelector('[data-md-component=search-query]').focus()")
         browser.type(SYMBOL)
-        result = f"document.querySelector('.md-search-result__link[href*=\"{DEFINED_IN}\"]')"
+        result = "document.querySelector('.md-search-result__link[href*=\"files/symbols.html\"]')"
         browser.wait_for(f"{result} !== null")
         browser.evaluate(f"{result}.click()")
+        browser.wait_for("location.pathname === '/files/symbols.html' && document.readyState === 'complete'")
+        entry = f"[...document.querySelectorAll('li')].find(li => li.querySelector('code')?.textContent === '{SYMBOL}')"
+        browser.evaluate(f"{entry}.querySelector('a').click()")
         browser.wait_for(f"location.pathname === '/{DEFINED_IN}' && document.readyState === 'complete'")
         assert browser.evaluate("document.querySelector('h1').textContent").startswith(
             "src/longmesh/attention/layout/zigzag.py"
@@ -90,6 +102,17 @@ def test_a_symbol_is_searched_and_followed_to_its_file_and_to_a_test(address, tm
 
         assert browser.errors == []
         assert [url for url in browser.requested if not url.startswith((address, "data:", "blob:"))] == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")
+@pytest.mark.parametrize("page", ["tutorial", "reference/attention", "design"])
+def test_no_line_of_code_is_cut_off(site, tmp_path, page):
+    assert CHROMIUM
+    with Chromium(CHROMIUM, tmp_path / "profile") as browser:
+        browser.open((site / f"{page}.html").as_uri())
+        hidden = "[...document.querySelectorAll('pre > code')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+        assert browser.evaluate("document.querySelectorAll('pre > code').length") > 3
+        assert browser.evaluate(hidden) == 0
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")

@@ -26,6 +26,7 @@ REFERENCE = {
     "longmesh.recurrent": ("recurrent",),
     "longmesh.cache": ("cache",),
     "longmesh.testing": ("testing",),
+    "longmesh.watch": ("debug",),
 }
 
 

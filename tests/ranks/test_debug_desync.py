@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh import Replicate, Shard, distribute_tensor
 from longmesh.comm import comm_of
 from longmesh.comm.p2p import start_send_receive
-from longmesh.debug import desync_check
 from longmesh.errors import CollectiveError, LongmeshError, NotDistributedError
 from longmesh.testing import cpu_mesh
+from longmesh.watch import desync_check
 
 
 def tensors(mesh):

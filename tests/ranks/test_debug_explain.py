@@ -313,4 +313,4 @@ def test_one_rank_shows_what_all_hold(pool, tmp_path):
     assert {"0", "1", "2", "3", "dim 1", "[3:5)"} <= set(texts)
     for _, _, errors in results:
         assert errors[0].startswith("visualize_sharding shows a longmesh DTensor, got Tensor")
-        assert errors[1] == "a picture is written as .svg or .png, not as '.gif': x.gif"
+        assert errors[1] == "a picture is written as .svg, not as '.gif': x.gif"

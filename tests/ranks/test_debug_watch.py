@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from longmesh import Shard, distribute_tensor
-from longmesh.debug import watch
 from longmesh.errors import LongmeshError
 from longmesh.testing import RankError, cpu_mesh
+from longmesh.watch import watch
 
 LIMIT_S = 1.5
 

@@ -3,7 +3,7 @@
 import torch
 
 from longmesh.attention import plan_attention
-from longmesh.debug.measure_cluster import measure_cluster
+from longmesh.cli.doctor.measure_cluster import measure_cluster
 from longmesh.plan import Cluster
 from longmesh.testing.mesh import cpu_mesh
 

@@ -21,6 +21,7 @@ MODULES = [
     "longmesh.placement_types",
     "longmesh.recurrent",
     "longmesh.testing",
+    "longmesh.watch",
 ]
 # Torch's own.
 _TORCH = {"DeviceMesh", "init_device_mesh"}

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from longmesh.checkpoint import keeping
 from longmesh.checkpoint.directory_reader import find_damage
 from longmesh.checkpoint.generations import generation_path, list_steps
-from longmesh.debug import watch
 from longmesh.testing import RankError, RankPool, cpu_mesh
 from longmesh.train import loop
 from longmesh.train.data import Corpus
@@ -22,6 +21,7 @@ from longmesh.train.loop import train
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import slice_mesh
 from longmesh.train.progress import say_nothing
+from longmesh.watch import watch
 from support.processes import is_alive
 
 STEPS = 6

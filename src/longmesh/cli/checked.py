@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 
-from longmesh.debug.desync import check_program
+from longmesh.watch.desync import check_program
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from longmesh.debug.watching.stacks import find_wait, format_places, parse_dump
+from longmesh.watch.thread.stacks import find_wait, format_places, parse_dump
 
 _GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _WHAT = re.compile(r"what\(\):\s+(.*)")
@@ -31,7 +31,7 @@ def read_crash(dump: Path, last_errors: str) -> Crash:
     if "gloo::EnforceNotMet" in last_errors and sizes is not None:
         words.append(
             f"gloo received {sizes[1]} bytes where {sizes[2]} were expected, so another rank came to another "
-            "collective or has a tensor of another shape or element type there; longmesh.debug.desync_check() stops "
+            "collective or has a tensor of another shape or element type there; longmesh.watch.desync_check() stops "
             "where ranks part ways"
         )
     elif what is not None:

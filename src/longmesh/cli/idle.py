@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longmesh.cli.arguments import DEFAULT_TIMEOUT_S
-from longmesh.debug.watching import Board, Finding
-from longmesh.debug.watching.findings import find_idle
-from longmesh.debug.watching.status import STOPPED, UNSTARTED, RankStatus
+from longmesh.watch.thread import Board, Finding
+from longmesh.watch.thread.findings import find_idle
+from longmesh.watch.thread.status import STOPPED, UNSTARTED, RankStatus
 
 LOOK_S = 0.25
 REPORT_AFTER_S = 300.0

@@ -78,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--check",
         action="store_true",
         help="compare every collective and message of longmesh across ranks before it runs, and stop where ranks "
-        "diverge, as longmesh.debug.desync_check does; slow",
+        "diverge, as longmesh.watch.desync_check does; slow",
     )
     run.add_argument("script", help="a Python file")
     rest = run.add_argument(SCRIPT_ARGS, nargs=argparse.REMAINDER, help="arguments for the script")

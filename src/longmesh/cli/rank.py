@@ -1,6 +1,6 @@
 """What each process of `longmesh run` executes: the script, as `python script.py args...` would.
 
-It adds two things: a watchdog (see debug/watching), and that an exception is written down, with its time, in the error
+It adds two things: a watchdog (see watch/thread), and that an exception is written down, with its time, in the error
 file that the launcher reads, in torchelastic's format, and not printed; the launcher prints the first one, whole.
 When the script and its exit functions are through, the process ends without taking the interpreter down piece by piece:
 process groups still have threads, and their teardown aborts the process now and then.
@@ -77,8 +77,8 @@ def die_with(launcher: int) -> None:
 
 
 def start_watching(settings: dict[str, Any]) -> None:
-    """Start the watchdog's thread, from its folder: importing longmesh would import torch before the script does."""
-    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "debug", "watching")
+    """Start the watchdog's thread, from its folder: the script decides what is imported first."""
+    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "watch", "thread")
     spec = importlib.util.spec_from_file_location(WATCHING, os.path.join(folder, "__init__.py"))
     assert spec is not None and spec.loader is not None
     watching = sys.modules[WATCHING] = importlib.util.module_from_spec(spec)

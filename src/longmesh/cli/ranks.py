@@ -31,8 +31,8 @@ from longmesh.cli.idle import IdleRanks, WaitLimits, is_stopped
 from longmesh.cli.output import RankOutput
 from longmesh.cli.report import RankExit
 from longmesh.comm.stop import REQUEUE_EXIT_CODE
-from longmesh.debug.watching import TIMED_OUT, FileBoard
-from longmesh.debug.watching.status import RankStatus, catches
+from longmesh.watch.thread import TIMED_OUT, FileBoard
+from longmesh.watch.thread.status import RankStatus, catches
 
 LOOPBACK = "127.0.0.1"
 GRACEFUL_S = 1.0

@@ -24,7 +24,7 @@ from longmesh.cli.report import RankExit, describe_exits, find_first
 from longmesh.cli.restarts import Restarts
 from longmesh.cli.told import Told, told_by_signals
 from longmesh.comm.stop import REQUEUE_EXIT_CODE
-from longmesh.debug.watching import TIMED_OUT
+from longmesh.watch.thread import TIMED_OUT
 
 PIPE_CLOSED = 128 + signal.SIGPIPE
 # How long peers of a failed rank have to write down what became of them.

@@ -30,7 +30,7 @@ def lost(error: RuntimeError, kind: str, tensor: torch.Tensor, group: AxisGroup)
     mine = f"{kind} of {tuple(tensor.shape)} {dtype} over {over}, called at {call_site()}"
     lines = [f"{kind} did not end: {_first_line(error)}", "the last collective of each rank of the group:"]
     lines += [f"  rank {rank}: {text}" for rank, text in _reports(mine, group)]
-    lines.append("run it under longmesh.debug.desync_check() to stop where the ranks part ways")
+    lines.append("run it under longmesh.watch.desync_check() to stop where the ranks part ways")
     return CollectiveError("\n".join(lines))
 
 

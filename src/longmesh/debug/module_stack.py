@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from longmesh._torch.process_wide import watch_modules
-from longmesh.debug.origin import Spans, in_backward
+from longmesh.debug.op_watch import Spans, in_backward
 from longmesh.tensor import DTensor
 
 GLOBAL = "Global"

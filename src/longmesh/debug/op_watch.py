@@ -2,21 +2,32 @@
 
 Every byte that an op sends is a step of its plan, known before it runs. A redistribution outside of ops was asked for
 (`redistribute`, `full_tensor`) or is the gradient of one.
+
+Which forward op a backward op belongs to: autograd numbers its nodes as the forward pass makes them. What is noted
+during the forward pass, with the number of the next node, is looked up in the backward pass by the number of the
+running node. No tensor gets a hook, and the graph stays as it is.
 """
 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from longmesh._torch import OpOverload, TorchDispatchMode
+from longmesh._torch import (
+    OpOverload,
+    TorchDispatchMode,
+    in_backward,
+    next_node_number,
+    node_number,
+    running_node,
+)
 from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm, run_plan
 from longmesh.comm.record import call_site, is_told
-from longmesh.debug.origin import Makers, in_backward, running_node
 from longmesh.plan import Cluster, RedistributePlan
 from longmesh.spec import Layout
 from longmesh.tensor import DTensor
@@ -24,6 +35,45 @@ from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.op_plan import OpPlan
 from longmesh.tensor.steps import RunOps
 from longmesh.tensor.tree import all_tensors
+
+__all__ = ["Makers", "Spans", "in_backward", "running_node"]
+
+Value = TypeVar("Value")
+
+
+class Spans(Generic[Value]):
+    """Values that hold from one node number until the next value is noted."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._values: list[Value] = []
+
+    def note(self, value: Value) -> None:
+        """Nodes that are made from now on belong to `value`."""
+        self._starts.append(next_node_number())
+        self._values.append(value)
+
+    def of_running_node(self) -> Value | None:
+        node = running_node()
+        if node is None:
+            return None
+        place = bisect_right(self._starts, node_number(node)) - 1
+        return self._values[place] if place >= 0 else None
+
+
+class Makers(Generic[Value]):
+    """Values of the ops that made nodes: noted inside an op, found again in its backward."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, Value] = {}
+
+    def note(self, value: Value) -> None:
+        """The running op, whose node (if it has one) is the last that was made, belongs to `value`."""
+        self._values.setdefault(next_node_number() - 1, value)
+
+    def of_running_node(self) -> Value | None:
+        node = running_node()
+        return None if node is None else self._values.get(node_number(node))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import numpy as np
 from longmesh.attention import AttentionPlan
 from longmesh.attention.mask.slices import HI, K0, K1, LO, Q0, Q1
 from longmesh.attention.plan.schedule import WHO
-from longmesh.debug.picture import piece_color
+from longmesh.debug.shard_picture import piece_color
 
 
 def draw_plan(plan: AttentionPlan, size: float = 480.0) -> str:

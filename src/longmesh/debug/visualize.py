@@ -1,15 +1,78 @@
-"""visualize_sharding: who holds what of a DTensor, in the terminal or as a picture."""
+"""visualize_sharding: who holds what of a DTensor, as a table in the terminal or as a picture."""
 
 from __future__ import annotations
 
+import io
 import os
 
-from longmesh.debug.picture import check_picture_path, write_picture
-from longmesh.debug.shard_map import shard_map
-from longmesh.debug.shard_picture import draw_shards
-from longmesh.debug.shard_text import render_text
+from rich.box import ROUNDED, SQUARE
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from longmesh.debug.shard_map import Panel, ShardMap, panels, shard_map, span
+from longmesh.debug.shard_picture import (
+    check_picture_path,
+    draw_shards,
+    piece_color,
+    text_color,
+    write_picture,
+)
 from longmesh.errors import LongmeshError
 from longmesh.tensor import DTensor
+
+_AS_WIDE_AS_NEEDED = 100_000
+
+
+def render_text(shards: ShardMap, header: str, *, use_rich: bool) -> str:
+    """The map as text, as wide as it needs; with `use_rich` in colours, as escape codes of a terminal."""
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=use_rich,
+        color_system="truecolor" if use_rich else None,
+        width=_AS_WIDE_AS_NEEDED,
+        legacy_windows=False,
+    )
+    for part in _parts(shards, header, use_rich):
+        console.print(part, markup=False, highlight=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _parts(shards: ShardMap, header: str, use_rich: bool) -> list[RenderableType]:
+    lines: list[RenderableType] = [Text(header, style="bold")] if header else []
+    lines += [Text(line) for line in shards.summary]
+    if not shards.pieces:
+        return [*lines, Text("no elements")]
+    return [*lines, *(_table(shards, panel, use_rich) for panel in panels(shards))]
+
+
+def _table(shards: ShardMap, panel: Panel, use_rich: bool) -> Table:
+    table = Table(
+        title=panel.title or None,
+        title_justify="left",
+        box=ROUNDED if use_rich else SQUARE,
+        show_lines=True,
+        show_header=panel.col_dim is not None,
+    )
+    corner = "" if panel.row_dim is None else f"dim {panel.row_dim} \\ dim {panel.col_dim}"
+    if panel.row_dim is not None:
+        table.add_column(corner, no_wrap=True)
+    for col in panel.cols:
+        name = span(col) if panel.row_dim is not None else f"dim {panel.col_dim} {span(col)}"
+        table.add_column(name, justify="center")
+    for row, cells in zip(panel.rows, panel.cells, strict=True):
+        head = [] if panel.row_dim is None else [Text(span(row))]
+        table.add_row(*head, *(_cell(shards, number, use_rich) for number in cells))
+    return table
+
+
+def _cell(shards: ShardMap, number: int, use_rich: bool) -> Text:
+    text = shards.pieces[number].ranks
+    if not use_rich:
+        return Text(text)
+    color = piece_color(number)
+    return Text(f" {text} ", style=f"{text_color(color)} on {color}")
 
 
 def visualize_sharding(
@@ -17,7 +80,7 @@ def visualize_sharding(
 ) -> None:
     r"""Show which rank holds which part of `dtensor`, whatever its number of dims and mesh axes.
 
-    Prints a table, in colours with `use_rich`; with `path` (.svg or .png) it draws a picture there instead.
+    Prints a table, in colours with `use_rich`; with `path` (.svg) it draws a picture there instead.
     Only the rank at coordinate (0, 0, ...) of the mesh prints or writes. Local: sends nothing.
 
     >>> visualize_sharding(distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)]))

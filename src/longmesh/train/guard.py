@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from longmesh.comm.stop import stop_requested
-from longmesh.debug import Watch, watch
+from longmesh.watch import Watch, watch
 
 # The first step makes groups and plans; saving and loading wait for disks.
 LONGER = 3

@@ -18,8 +18,8 @@ import torch
 
 from longmesh.comm import collectives, comm_of
 from longmesh.debug.charts import GREY, BarPart, Curve, can_draw, draw_bars, draw_curves
-from longmesh.debug.picture import piece_color
 from longmesh.debug.plan_picture import draw_plan
+from longmesh.debug.shard_picture import piece_color
 from longmesh.errors import LongmeshError
 from longmesh.plan.words import count
 from longmesh.train.loop import RunRecord

@@ -11,8 +11,8 @@ import pytest
 
 from longmesh.cli import idle
 from longmesh.cli.idle import IdleRanks, WaitLimits, is_stopped
-from longmesh.debug.watching import FileBoard
-from longmesh.debug.watching.status import RankStatus
+from longmesh.watch.thread import FileBoard
+from longmesh.watch.thread.status import RankStatus
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states are read from /proc")
 

@@ -1,4 +1,4 @@
-"""Sections that only mention names are left out of the site's search, and keywords are rendered without Markdown.
+"""Pages of source files are left out of the site's search, and keywords are rendered without Markdown.
 
 tests/e2e/test_site.py has the rest: names without docstrings, and that every link of a built site leads somewhere.
 """
@@ -32,11 +32,11 @@ def page(path: str) -> SimpleNamespace:
     return SimpleNamespace(file=SimpleNamespace(src_uri=path), meta={})
 
 
-def test_mentions_are_left_out_and_keywords_go_around_markdown():
+def test_pages_of_files_are_not_searched_and_keywords_go_around_markdown():
     this = page("files/a.py.md")
     changed = on_page_markdown(TEXT, page=this, config=None, files=None)
-    assert "## Symbols\n" in changed and "## Imports { data-search-exclude }\n" in changed
-    assert changed.endswith("## Keywords { data-search-exclude }\n\n<!-- keywords -->\n")
+    assert this.meta["search"] == {"exclude": True}
+    assert "## Imports\n" in changed and changed.endswith("## Keywords\n\n<!-- keywords -->\n")
     rendered = on_post_page("<h2>Keywords</h2>\n<!-- keywords -->", page=this, config=None)
     keywords = rendered.removeprefix("<h2>Keywords</h2>\n<ul>\n<li>").removesuffix("</li>\n</ul>")
     first, second = keywords.split("</li>\n<li>")
@@ -49,10 +49,12 @@ def test_mentions_are_left_out_and_keywords_go_around_markdown():
 
 def test_other_pages_stay_as_they_are():
     this = page("design.md")
-    assert on_page_markdown(TEXT, page=this, config=None, files=None) == TEXT
+    assert on_page_markdown(TEXT, page=this, config=None, files=None) == TEXT and "search" not in this.meta
     assert on_post_page("<p>x</p>", page=this, config=None) == "<p>x</p>"
 
 
-def test_an_index_has_no_keywords():
-    this = page("files/index.md")
+@pytest.mark.parametrize("name", ["files/index.md", "files/symbols.md"])
+def test_an_index_is_searched_and_has_no_keywords(name):
+    this = page(name)
     assert on_page_markdown("# Files\n", page=this, config=None, files=None) == "# Files\n"
+    assert "search" not in this.meta

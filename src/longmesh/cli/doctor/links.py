@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from longmesh.cli.doctor.finding import Finding
+from longmesh.cli.doctor.measure_links import Clock, find_disturbed
 from longmesh.comm import AxisGroup
-from longmesh.debug.measure_links import Clock, find_disturbed
 from longmesh.plan.words import format_bytes
 
 SIZES = {"cpu": (1 << 10, 1 << 16, 1 << 20, 1 << 22), "cuda": (1 << 12, 1 << 18, 1 << 22, 1 << 26, 1 << 28)}

@@ -22,9 +22,9 @@ from longmesh.cli.doctor.finding import Finding
 from longmesh.cli.doctor.kernels import examine_kernels
 from longmesh.cli.doctor.links import examine_links
 from longmesh.cli.doctor.machine import examine_machine
+from longmesh.cli.doctor.measure_cluster import measure_cluster
 from longmesh.cli.doctor.ranks import examine_exchanges
 from longmesh.comm import comm_of
-from longmesh.debug.measure_cluster import measure_cluster
 from longmesh.plan.words import format_bytes
 
 

@@ -20,9 +20,9 @@ from longmesh.attention.kernel.base import Gradients, Kernel, Score, Work, finis
 from longmesh.attention.kernel.choose import choose, need_of
 from longmesh.attention.mask.block import Block
 from longmesh.attention.plan.predict import FLOPS
+from longmesh.cli.doctor.fit_calls import fit_calls
+from longmesh.cli.doctor.measure_links import Clock, Make, Run, measure_copies, measure_level, measure_overlap
 from longmesh.comm import comm_of
-from longmesh.debug.measure_calls import fit_calls
-from longmesh.debug.measure_links import Clock, Make, Run, measure_copies, measure_level, measure_overlap
 from longmesh.plan.cluster import Cluster, Level
 from longmesh.plan.rate import Rate, RateOp, TileKind
 

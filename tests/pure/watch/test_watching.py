@@ -12,11 +12,11 @@ import pytest
 
 import longmesh
 from longmesh.cli.crash import read_crash
-from longmesh.debug.watching import FileBoard
-from longmesh.debug.watching.findings import find_stuck
-from longmesh.debug.watching.stacks import Place, find_wait, format_places, parse_dump
-from longmesh.debug.watching.status import RankStatus, describe_silence
-from longmesh.debug.watching.watcher import Watcher
+from longmesh.watch.thread import FileBoard
+from longmesh.watch.thread.findings import find_stuck
+from longmesh.watch.thread.stacks import Place, find_wait, format_places, parse_dump
+from longmesh.watch.thread.status import RankStatus, describe_silence
+from longmesh.watch.thread.watcher import Watcher
 
 PACKAGE = Path(longmesh.__file__).parent
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
@@ -212,7 +212,7 @@ def test_an_abort_of_gloo_is_told_in_words(tmp_path: Path) -> None:
     assert read_crash(dump, GLOO).message == (
         "it was in all_reduce at /home/you/script.py:5; gloo received 2000 bytes where 1000 were expected, so another "
         "rank came to another collective or has a tensor of another shape or element type there; "
-        "longmesh.debug.desync_check() stops where ranks part ways"
+        "longmesh.watch.desync_check() stops where ranks part ways"
     )
     assert read_crash(dump, "  what():  out of memory").message == (
         "it was in all_reduce at /home/you/script.py:5; out of memory"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from longmesh.attention import masks, plan_attention
-from longmesh.debug.measure_calls import fit, least_squares, reference_calls
-from longmesh.debug.measure_links import Clock, find_disturbed
+from longmesh.cli.doctor.fit_calls import fit, least_squares, reference_calls
+from longmesh.cli.doctor.measure_links import Clock, find_disturbed
 from longmesh.plan import named_cluster
 
 

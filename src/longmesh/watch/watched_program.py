@@ -1,6 +1,6 @@
 """watch: a rank that is stopped, loops or took another way is named, and the run ends instead of waiting for it.
 
-Each rank has a thread that posts once a second where the rank is (see watching/). Under `longmesh run` and
+Each rank has a thread that posts once a second where the rank is (see thread/). Under `longmesh run` and
 `longmesh train` that thread is there already, posts in a directory of the launcher, and `watch` sets its limits;
 elsewhere it is started here and posts in the world's key-value store.
 """
@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm
 from longmesh.comm.store import open_store, read_text
-from longmesh.debug.watching import THREAD_NAME, TIMED_OUT, Finding, Watcher
-from longmesh.debug.watching.status import RankStatus
 from longmesh.errors import LongmeshError, NotDistributedError
+from longmesh.watch.thread import THREAD_NAME, TIMED_OUT, Finding, Watcher
+from longmesh.watch.thread.status import RankStatus
 
 _STORE_S = 3.0
 _Question = Callable[[dist.Store], Any]

@@ -24,7 +24,7 @@ from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.attention.plan.predict import predict
-from longmesh.debug.measure_links import Clock, Make, Run
+from longmesh.cli.doctor.measure_links import Clock, Make, Run
 from longmesh.plan.cluster import Cluster
 
 FITTED = ("pass_us", "transfer_us")

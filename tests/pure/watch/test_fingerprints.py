@@ -1,7 +1,7 @@
 """What the desync check compares, without ranks."""
 
 from longmesh.comm import CommEvent
-from longmesh.debug.desync import Fingerprint, find_mismatch
+from longmesh.watch.desync import Fingerprint, find_mismatch
 
 
 def gather(site="/a/train.py:7", shape=(3, 2), dtype="float32", kind="all_gather"):
