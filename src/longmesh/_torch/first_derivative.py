@@ -51,3 +51,13 @@ class _Refuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise LongmeshError(ctx.text)
+
+
+def refuse_second_derivative(what: str) -> None:
+    """Raise if a backward pass is itself being recorded. Called first in one that exchanges states, so every rank
+    raises."""
+    if torch.is_grad_enabled():
+        raise LongmeshError(
+            f"a second derivative through {what} over a cut sequence is not supported; call backward() or "
+            "autograd.grad() without create_graph=True"
+        )

@@ -5,8 +5,8 @@
     a package    its kernels or an error; ours for layers that it does not have
 
 A kernel of another package is compared with ours at its first use for a dtype and sizes: a tiny problem, forward and
-backward, with documents and a state that enters. What is not right on one rank is used by none, and a warning says why.
-The verdict is kept for the process; an agreement, for the group that made it.
+backward, with documents and a state that enters. What is not right on one rank is used by none (comm/verdicts.py), and
+a warning says why.
 
 Collective at the first use: every rank of the group calls `find_kernel` with the same layer. Not under a compiler or
 with fake tensors.
@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longmesh._torch import is_tracing, no_dispatch_modes, no_torch_functions
-from longmesh.comm import AxisGroup, collectives
+from longmesh._torch import is_tracing
+from longmesh.comm import AxisGroup
+from longmesh.comm.verdicts import agreed_verdict, describe, find_difference, find_verdict, largest_anywhere
 from longmesh.errors import LongmeshError
 from longmesh.recurrent.kernel.packages import NAMES, PLACES, Packages
 
@@ -52,17 +53,6 @@ class Choice:
             )
 
 
-@dataclass
-class _Verdicts:
-    """What was found in this process, and what groups have agreed on."""
-
-    found: dict[tuple[object, ...], str | None] = field(default_factory=dict)
-    agreed: dict[tuple[object, ...], str | None] = field(default_factory=dict)
-
-
-_verdicts = _Verdicts()
-
-
 def find_kernel(
     choice: Choice, layer: str, inputs: Sequence[Tensor], group: AxisGroup | None, compare: Compare
 ) -> Any | None:
@@ -77,11 +67,9 @@ def find_kernel(
             f"RecurrentParallel(kernel={choice.kernel!r}): its kernels run on {' and '.join(choice.packages.devices)}, "
             f"and the tensors are on {device.type}; give kernel='auto'"
         )
-    key = ("" if group is None else group.name, choice, *_case(layer, inputs))
-    if key not in _verdicts.agreed:
-        with no_torch_functions(), no_dispatch_modes():  # what watches the caller has nothing to see here
-            _verdicts.agreed[key] = _settle(choice, layer, inputs, group, compare)
-    return None if _verdicts.agreed[key] is not None else choice.packages.find(place)
+    key = choice, *_case(layer, inputs)
+    why = agreed_verdict(key, group, lambda: _settle(choice, layer, inputs, group, compare))
+    return None if why is not None else choice.packages.find(place)
 
 
 def _case(layer: str, inputs: Sequence[Tensor]) -> tuple[object, ...]:
@@ -94,16 +82,11 @@ def _settle(
 ) -> str | None:
     """Why the kernel must not be used here or on another rank; None: it is used."""
     place, dtype, device = PLACES[layer], inputs[0].dtype, inputs[0].device
-    key = (choice.packages, *_case(layer, inputs))
-    if key not in _verdicts.found:
-        _verdicts.found[key] = _check(choice, layer, inputs, compare)
-    why = _verdicts.found[key]
+    key = choice.packages, *_case(layer, inputs)
+    why = find_verdict(key, lambda: _check(choice, layer, inputs, compare))
     level = 0 if why is None else 1 if why == _MISSING else 2
-    levels = (level, level)
-    if group is not None and group.size > 1:
-        mine = torch.tensor([level, -level]).to(device)
-        most, least = collectives.all_reduce(mine, reduce_op="max", group=group).tolist()
-        levels = (-least, most)
+    most, least = largest_anywhere([level, -level], device, group)
+    levels = (-least, most)
     if levels == (0, 0):
         return None
     why = why or ("is not installed on another rank" if levels[1] == 1 else "fails its check on another rank")
@@ -127,24 +110,13 @@ def _check(choice: Choice, layer: str, inputs: Sequence[Tensor], compare: Compar
     except ModuleNotFoundError:
         return _MISSING
     except Exception as error:
-        return f"can't be imported: {type(error).__name__}: {_first_line(error)}"
+        return f"can't be imported: {describe(error)}"
     if not choice.check:
         return None
     given = _draw(layer, inputs)
-    try:
-        found, wanted = compare(given, False), compare(given, True)
-    except Exception as error:
-        return f"raises {type(error).__name__}: {_first_line(error)}"
-    for what, b in wanted.items():
-        most = float(b.abs().max())
-        worst = float((found[what].double() - b.double()).abs().nan_to_num(nan=torch.inf).max())
-        if not worst <= _TOLERANCE[inputs[0].dtype] * max(1.0, most):
-            return f"differs from ours by {worst:.3g} in the {what}"
-    return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
+    found, wanted = compare(given, False), compare(given, True)
+    pairs = ((what, found[what], x) for what, x in wanted.items())
+    return find_difference(pairs, _TOLERANCE[inputs[0].dtype], "ours")
 
 
 # What the inputs of a layer are, in order: normal numbers, keys of length 1, numbers of (0, 1), of (-1, 0).

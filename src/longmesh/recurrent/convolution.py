@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longmesh._torch.first_derivative import refuse_second_derivative
 from longmesh.comm import AxisGroup
 from longmesh.comm.halo import Rows, add_rows, fetch_rows, return_rows
 from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain
 from longmesh.recurrent.kernel.convolution import Convolution
-from longmesh.recurrent.once import refuse_second_derivative
 
 
 def convolve(

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longmesh._torch.first_derivative import refuse_second_derivative
 from longmesh.recurrent.chain import Chain, start_walk
 from longmesh.recurrent.chunks import Chunks
 from longmesh.recurrent.kernel.form import Kernel
-from longmesh.recurrent.once import refuse_second_derivative
 from longmesh.recurrent.transition import Algebra, Transitions
 
 Segments = list[tuple[slice, Chunks]]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longmesh._torch.first_derivative import refuse_second_derivative
 from longmesh.recurrent.chain import Chain, Exchange
 from longmesh.recurrent.kernel.span import Span, SpanKernel
-from longmesh.recurrent.once import refuse_second_derivative
 from longmesh.recurrent.transition import MATRIX
 
 

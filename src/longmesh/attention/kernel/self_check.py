@@ -4,7 +4,7 @@
 
 What is checked does not depend on which blocks a rank has: full, causal, window and left-edged blocks, grouped heads,
 and what the call asks for (a mask_mod, a bias, a score_mod). So all ranks check the same and end with the same kernel:
-one that fails on one rank is used by none. A verdict is kept for the process; an agreement, for the group that made it.
+one that fails on one rank is used by none (comm/verdicts.py).
 
 Collective: every rank of the group calls `refused_kernels` with the same need. Not under a compiler or with fake
 tensors.
@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from longmesh._torch import is_tracing, no_dispatch_modes, no_torch_functions
+from longmesh._torch import is_tracing
 from longmesh.attention.kernel.base import Gradients, Kernel, Need, Score, Work, finish, zero_like
 from longmesh.attention.kernel.choose import Refused, choose, kernels
 from longmesh.attention.kernel.math import Math
 from longmesh.attention.mask.block import Block
-from longmesh.comm import AxisGroup, collectives
+from longmesh.comm import AxisGroup
+from longmesh.comm.verdicts import agreed_verdict, find_difference, find_verdict, largest_anywhere
 
 # Of the largest number of the result: what rounding of inputs to the dtype makes, with some room.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -38,26 +38,11 @@ _BLOCKS = (
 )
 
 
-@dataclass
-class _Verdicts:
-    """What was found in this process, and what groups have agreed on."""
-
-    found: dict[tuple[str, Need, torch.device], str | None] = field(default_factory=dict)
-    agreed: dict[tuple[str, Need, str | None], Refused] = field(default_factory=dict)
-
-
-_verdicts = _Verdicts()
-
-
 def refused_kernels(need: Need, device: torch.device, force: str | None, group: AxisGroup | None) -> Refused:
     """Kernels that must not be used for `need`, and why: what fails here or on another rank of the group."""
     if torch.compiler.is_compiling() or is_tracing() or _is_capturing(device):
         return ()
-    key = ("" if group is None else group.name, need, force)
-    if key not in _verdicts.agreed:
-        with no_torch_functions(), no_dispatch_modes():  # what watches the caller has nothing to see here
-            _verdicts.agreed[key] = _settle(need, device, force, group)
-    return _verdicts.agreed[key]
+    return agreed_verdict((need, force), group, lambda: _settle(need, device, force, group))
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -76,8 +61,9 @@ def _settle(need: Need, device: torch.device, force: str | None, group: AxisGrou
         kernel = choose(need, force, tuple(refused.items())).kernel
         why = None if isinstance(kernel, Math) else check_kernel(kernel, need, device)
         failed = [int(name == kernel.name and why is not None) for name in names]
-        for name in _anywhere(names, failed, device, group):
-            refused[name] = (why if name == kernel.name else None) or "fails its check on another rank"
+        for name, flag in zip(names, largest_anywhere(failed, device, group), strict=True):
+            if flag:
+                refused[name] = (why if name == kernel.name else None) or "fails its check on another rank"
         if kernel.name not in refused:
             return tuple(refused.items())
         if force is not None:
@@ -91,24 +77,9 @@ def _settle(need: Need, device: torch.device, force: str | None, group: AxisGrou
         )
 
 
-def _anywhere(
-    names: list[str], failed: list[int], device: torch.device, group: AxisGroup | None
-) -> list[str]:
-    if group is not None and group.size > 1:
-        mine = torch.tensor(failed).to(device)
-        failed = collectives.all_reduce(mine, reduce_op="max", group=group).tolist()
-    return [name for name, flag in zip(names, failed, strict=True) if flag]
-
-
 def check_kernel(kernel: Kernel, need: Need, device: torch.device) -> str | None:
     """Why the kernel must not be used: what it raises, or where it differs. None: it is right. Kept for the process."""
-    key = kernel.name, need, device
-    if key not in _verdicts.found:
-        try:
-            _verdicts.found[key] = _compare(kernel, need, device)
-        except Exception as error:
-            _verdicts.found[key] = f"raises {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    return _verdicts.found[key]
+    return find_verdict((kernel.name, need, device), lambda: _compare(kernel, need, device))
 
 
 def _compare(kernel: Kernel, need: Need, device: torch.device) -> str | None:
@@ -116,14 +87,8 @@ def _compare(kernel: Kernel, need: Need, device: torch.device) -> str | None:
         got = _run(kernel, need, device)
         want = _run(Math(), need, device)
     names = ("output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v")
-    for name, a, b in zip(names, got, want, strict=True):
-        if not b.numel():  # values of no feature
-            continue
-        most = float(b.abs().max())
-        worst = float((a.double() - b.double()).abs().nan_to_num(nan=torch.inf).max())
-        if not worst <= _TOLERANCE.get(need.dtype, 5e-2) * max(1.0, most):
-            return f"differs from the math kernel by {worst:.3g} in the {name}"
-    return None
+    pairs = zip(names, got, want, strict=True)
+    return find_difference(pairs, _TOLERANCE.get(need.dtype, 5e-2), "the math kernel")
 
 
 def _run(kernel: Kernel, need: Need, device: torch.device) -> Sequence[Tensor]:
