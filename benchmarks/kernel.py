@@ -26,7 +26,7 @@ from attention_cases import (
 )
 from torch import Tensor
 
-from longmesh.attention.kernel.base import Gradients, Work, finish, zero_like
+from longmesh.attention.kernel.base import AttentionGradients, KernelWork, finish, zero_like
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.mask.block import UNBOUNDED, Block
 
@@ -35,13 +35,13 @@ WINDOW = 1024
 
 def ours(tensors: list[Tensor], blocks: list[Block], backward: bool) -> Callable[[], None]:
     q, k, v, dout = tensors
-    kernel, work = CpuFlash(), Work(q, k, v, blocks)
+    kernel, work = CpuFlash(), KernelWork(q, k, v, blocks)
 
     def run() -> None:
         state = kernel.forward(work)
         if backward:
             final = finish(state.out_BHSD, state.lse_BHS, dout)
-            kernel.backward(work, final, Gradients(zero_like(q), zero_like(k), zero_like(v)))
+            kernel.backward(work, final, AttentionGradients(zero_like(q), zero_like(k), zero_like(v)))
 
     return run
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention.layout.base import Ownership
-from longmesh.attention.layout.given import Given
+from longmesh.attention.layout.given import GivenLayout
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.intercept import AttentionMode
 from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope
@@ -212,7 +212,7 @@ class _Model:
             for rank, spans in enumerate(cut.lead.plan.rows[0].ownership.pieces):
                 pieces[rank] += [(start + a, start + b) for a, b in spans]
         owned = Ownership(sum(cut.seq_len for cut in cuts), tuple(tuple(spans) for spans in pieces))
-        return cut_over(self._mesh, owned.seq_len, layout=Given(owned))
+        return cut_over(self._mesh, owned.seq_len, layout=GivenLayout(owned))
 
     def _cut_inputs(self, how: dict[str, Any]) -> Callable[..., Any]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,9 +19,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from longmesh.attention import (
     ContextParallel,
     Hybrid,
-    Layout,
     Ownership,
     Ring,
+    TokenLayout,
     Ulysses,
     Workload,
     Zigzag,
@@ -192,7 +192,7 @@ def test_heads_and_dtypes(pool):
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved(Layout):
+class Moved(TokenLayout):
     """Head-tail, with blocks that other ranks compute: two of them for the same queries."""
 
     def assign(self, work: Workload, ranks: int) -> Ownership:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from longmesh.attention.execute.driver import Task
 from longmesh.attention.execute.function import Call, backward_rows, forward_rows
 from longmesh.attention.execute.route import Route
-from longmesh.attention.kernel.base import Gradients, Kernel, Score
+from longmesh.attention.kernel.base import AttentionGradients, Kernel, Score
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.plan.attention_plan import AttentionPlan
 
@@ -196,7 +196,7 @@ def attend(
             out, saved = forward_rows(call, *mine[:3], None)
         if not backward:
             return [out]
-        totals = Gradients(out, out, out)
+        totals = AttentionGradients(out, out, out)
         with watch("backward"):
             return [out, *backward_rows(back, mine[3], saved, None, None, totals, mine[1].shape[1])]
 

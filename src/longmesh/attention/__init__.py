@@ -16,7 +16,7 @@ from longmesh.attention.exchange.sparse import Sparse
 from longmesh.attention.exchange.staged import StagedExchange
 from longmesh.attention.exchange.ulysses import HeadPart, HeadShare, Ulysses
 from longmesh.attention.layout.auto import Auto
-from longmesh.attention.layout.base import Layout, Ownership, Workload
+from longmesh.attention.layout.base import Ownership, TokenLayout, Workload
 from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.ordered import Ordered
 from longmesh.attention.layout.per_document import PerDocument
@@ -32,6 +32,7 @@ from longmesh.attention.scope.cut_block_mask import create_block_mask_cached, re
 from longmesh.attention.scope.flex import create_cp_block_mask, flex_attention
 from longmesh.attention.tokens.loss import cut_cross_entropy
 from longmesh.attention.tokens.packing import PackedDocuments, collate_rows, pack_documents
+from longmesh.renamed import renamed
 
 __all__ = [
     "UNBOUNDED",
@@ -47,7 +48,6 @@ __all__ = [
     "HeadPart",
     "HeadShare",
     "Hybrid",
-    "Layout",
     "Ordered",
     "Ownership",
     "PackedDocuments",
@@ -63,6 +63,7 @@ __all__ = [
     "Stage",
     "StagedExchange",
     "Striped",
+    "TokenLayout",
     "Ulysses",
     "Workload",
     "Zigzag",
@@ -76,3 +77,5 @@ __all__ = [
     "plan_attention",
     "rewrite_mask_mod",
 ]
+
+__getattr__ = renamed(__name__, {"Layout": "TokenLayout"})

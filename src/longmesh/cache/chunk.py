@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longmesh.attention.kernel import Coordinates, Score, Work, choose, need_of
+from longmesh.attention.kernel.base import Coordinates, KernelWork, Score
+from longmesh.attention.kernel.choose import choose, need_of
 from longmesh.attention.mask.block import UNBOUNDED, Block
 from longmesh.cache.plan import Keys
 
@@ -39,7 +40,7 @@ def attend_chunk(
         blocks = blocks_of(runs, keys.entry.start, q_nHD.shape[0], window)
     q, k, v = q_nHD.transpose(0, 1)[None], k_GKD[None], v_GKE[None]
     kernel = choose(need_of(q, v, score, blocks, needs_grad=False)).kernel
-    state = kernel.forward(Work(q, k, v, blocks, score, where))
+    state = kernel.forward(KernelWork(q, k, v, blocks, score, where))
     return state.out_BHSD[0].transpose(0, 1), state.lse_BHS[0].transpose(0, 1)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
-from longmesh.attention import ContextParallel, Exchange, Layout, masks
+from longmesh.attention import ContextParallel, Exchange, TokenLayout, masks
 from longmesh.attention.scope.cut_block_mask import cut_block_mask
 from longmesh.attention.scope.mean_loss import loss_handlers
 from longmesh.attention.scope.open_scopes import (
@@ -54,10 +54,10 @@ def context_parallel(
     buffer_seq_dims: list[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
     mask: masks.Mask | None = None,
-    layout: Layout | str | None = None,
+    layout: TokenLayout | str | None = None,
     exchange: Exchange | str | None = None,
     kv_len: int | None = None,
-    kv_layout: Layout | str | None = None,
+    kv_layout: TokenLayout | str | None = None,
     cluster: Cluster | str | None = None,
 ) -> Iterator[ContextParallel]:
     """Cut `buffers` along `buffer_seq_dims` over the ranks of the mesh, and make attention see the whole sequence.
@@ -114,10 +114,10 @@ def enable_context_parallel(
     seq_len: int,
     *,
     mask: masks.Mask | None = None,
-    layout: Layout | str | None = None,
+    layout: TokenLayout | str | None = None,
     exchange: Exchange | str | None = None,
     kv_len: int | None = None,
-    kv_layout: Layout | str | None = None,
+    kv_layout: TokenLayout | str | None = None,
     cluster: Cluster | str | None = None,
 ) -> ContextParallel:
     """From here to `disable_context_parallel`, attention in this thread runs over the whole sequence.
@@ -161,7 +161,7 @@ def context_parallel_shard(
     mesh: DeviceMesh,
     buffers: Sequence[Tensor | BlockMask],
     seq_dims: Sequence[int],
-    load_balancer: Layout | str | None = None,
+    load_balancer: TokenLayout | str | None = None,
 ) -> list[Tensor | BlockMask]:
     """This rank's part of each tensor, in a new one, and its rows of each BlockMask. Sends nothing.
 
@@ -200,7 +200,7 @@ def context_parallel_unshard(
     mesh: DeviceMesh,
     buffers: list[Tensor],
     seq_dims: list[int],
-    load_balancer: Layout | str | None = None,
+    load_balancer: TokenLayout | str | None = None,
 ) -> list[Tensor]:
     """The whole tensors from every rank's parts. Collective over the mesh; without gradients.
 

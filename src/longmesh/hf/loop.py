@@ -31,7 +31,7 @@ except ImportError as error:
         "longmesh.hf.prepare needs transformers and accelerate: pip install 'longmesh[accelerate]'"
     ) from error
 
-from longmesh.attention import Layout
+from longmesh.attention import TokenLayout
 from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, sum_over, use_mesh
 from longmesh.hf.interface import NAME, register
@@ -85,7 +85,7 @@ def cut_batch(
     *,
     num_items: int | Tensor | None = None,
     model: nn.Module | None = None,
-    layout: Layout | str | None = None,
+    layout: TokenLayout | str | None = None,
     cluster: Cluster | str | None = None,
 ) -> Iterator[dict[str, Any]]:
     """`context_parallel` for a loop whose accelerator was given to `prepare`; yields what to call the model with.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.attention import Exchange, Layout, masks
+from longmesh.attention import Exchange, TokenLayout, masks
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope, plan_ahead as plan_scope
 from longmesh.errors import LongmeshError
@@ -35,7 +35,7 @@ def plan_ahead(
     *,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     mask: masks.Mask | None = None,
-    layout: Layout | str | None = None,
+    layout: TokenLayout | str | None = None,
     exchange: Exchange | str | None = None,
     model: nn.Module | None = None,
     cluster: Cluster | str | None = None,
@@ -58,7 +58,7 @@ def plan_ahead(
         plan_scope(mesh, given.ids.shape[1], mask=seen, **how)
 
 
-def _layout_for(layout: Layout | str | None, model: nn.Module | None) -> Layout | str | None:
+def _layout_for(layout: TokenLayout | str | None, model: nn.Module | None) -> TokenLayout | str | None:
     has_mixers = layout is None and model is not None and any(map(is_mixer, model.modules()))
     return "ordered" if has_mixers else layout
 
@@ -70,7 +70,7 @@ def context_parallel(
     *,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     mask: masks.Mask | None = None,
-    layout: Layout | str | None = None,
+    layout: TokenLayout | str | None = None,
     exchange: Exchange | str | None = None,
     unknown: str = "refuse",
     model: nn.Module | None = None,
@@ -142,7 +142,7 @@ def _cut(
     *,
     cu_seqlens: Tensor | Sequence[int] | None,
     mask: masks.Mask | None,
-    layout: Layout | str | None,
+    layout: TokenLayout | str | None,
     exchange: Exchange | str | None,
     cluster: Cluster | str | None,
 ) -> tuple[Mapping[str, Any], WholeBatch, CutSequence]:

@@ -27,7 +27,7 @@ except ImportError as error:
         "longmesh.hf.Trainer needs transformers and accelerate: pip install 'longmesh[accelerate]'"
     ) from error
 
-from longmesh.attention import Layout
+from longmesh.attention import TokenLayout
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, axis_size, sum_over, use_mesh
@@ -70,7 +70,7 @@ class Trainer(TrainerHooks, transformers.Trainer):
         *args: Any,
         mesh: DeviceMesh | None = None,
         loss: str | None = None,
-        layout: Layout | str | None = None,
+        layout: TokenLayout | str | None = None,
         cluster: Cluster | str | None = None,
         **kwargs: Any,
     ) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.attention import Exchange, Layout, masks
+from longmesh.attention import Exchange, TokenLayout, masks
 from longmesh.attention.scope.intercept import AttentionMode
 from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope
 from longmesh.comm import comm_of
@@ -47,10 +47,10 @@ class AttentionParallel(ParallelStyle):
         seq_dim: int = 1,
         seq_len: int | None = None,
         mask: masks.Mask | None = None,
-        layout: Layout | str | None = None,
+        layout: TokenLayout | str | None = None,
         exchange: Exchange | str | None = None,
         kv_len: int | None = None,
-        kv_layout: Layout | str | None = None,
+        kv_layout: TokenLayout | str | None = None,
         cluster: Cluster | str | None = None,
     ) -> None:
         self.seq_dim, self.seq_len = seq_dim, seq_len

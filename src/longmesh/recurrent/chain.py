@@ -22,7 +22,7 @@ from longmesh.comm import AxisGroup
 from longmesh.comm.p2p import Pending, start_all_to_all
 from longmesh.plan import Cluster
 from longmesh.recurrent.plan import RecurrentPlan
-from longmesh.recurrent.rounds import Message, Rounds, choose_rounds
+from longmesh.recurrent.rounds import Rounds, StateMessage, choose_rounds
 from longmesh.recurrent.transition import Algebra, Transitions
 
 
@@ -41,7 +41,7 @@ class MapSizes:
     update: torch.Size
     transition: torch.Size
 
-    def numel(self, message: Message) -> int:
+    def numel(self, message: StateMessage) -> int:
         return self.update.numel() + self.transition.numel() * message.with_transition
 
 
@@ -70,7 +70,7 @@ class Chain:
         return self._rounds[key]
 
     def send(
-        self, messages: Sequence[Message], maps: dict[int, Map], sizes: MapSizes, like: Tensor
+        self, messages: Sequence[StateMessage], maps: dict[int, Map], sizes: MapSizes, like: Tensor
     ) -> Pending:
         """Start one round of tensors that are `like` this one in type and device."""
         assert self.group is not None, "one process has nobody to send to"
@@ -88,10 +88,10 @@ class Chain:
         return start_all_to_all(buffer, send_counts=send_counts, recv_counts=recv_counts, group=self.group)
 
     def receive(
-        self, messages: Sequence[Message], buffer: Tensor, sizes: MapSizes
-    ) -> list[tuple[Message, Map]]:
+        self, messages: Sequence[StateMessage], buffer: Tensor, sizes: MapSizes
+    ) -> list[tuple[StateMessage, Map]]:
         """What arrived in a round, in the order of the group's members."""
-        found: list[tuple[Message, Map]] = []
+        found: list[tuple[StateMessage, Map]] = []
         offset = 0
         for member in self.members:
             for message in messages:
@@ -105,7 +105,7 @@ class Chain:
         return found
 
 
-class Exchange:
+class StateExchange:
     """One exchange along the chain, of maps whose T has this shape and whose U is like `update`: (batch, ...).
 
     Rows of the plan are rows of the batch. Every rank calls `start` once, then `wait`. Whether a rank `sends` its map,
@@ -163,7 +163,7 @@ class Exchange:
             out[_row(row, self._num_rows)] = found.update
         return out
 
-    def _fold_first(self, arrived: list[tuple[Message, Map]]) -> dict[int, Map]:
+    def _fold_first(self, arrived: list[tuple[StateMessage, Map]]) -> dict[int, Map]:
         """Of each row, what its chain sent, nearest last."""
         by_place = {(message.row, message.source): found for message, found in arrived}
         folded: dict[int, Map] = {}
@@ -184,7 +184,7 @@ def start_walk(
 
     That gives the states that enter the chunks and the one that leaves the last. `entering` is added to what arrives.
     """
-    exchange = Exchange(chain, run.values[0].shape, updates[0], run.algebra, backward=backward)
+    exchange = StateExchange(chain, run.values[0].shape, updates[0], run.algebra, backward=backward)
     if not exchange.receives:
         states, last = run.walk(updates, entering)
         exchange.start(None, last if exchange.sends else None)
@@ -218,7 +218,7 @@ def _row(row: int, rows: int) -> slice:
     return slice(None) if rows == 1 else slice(row, row + 1)
 
 
-def _flat(found: Map, message: Message) -> list[Tensor]:
+def _flat(found: Map, message: StateMessage) -> list[Tensor]:
     parts = [found.update.reshape(-1)]
     if message.with_transition:
         assert found.transition is not None, "a map that something passes through has its T"

@@ -39,7 +39,7 @@ Compare = Callable[[Sequence[Tensor], bool], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """`kernel`: "auto", "torch" or a package. `check`: compare with ours at first use."""
 
     kernel: str = "auto"
@@ -54,7 +54,7 @@ class Choice:
 
 
 def find_kernel(
-    choice: Choice, layer: str, inputs: Sequence[Tensor], group: AxisGroup | None, compare: Compare
+    choice: KernelChoice, layer: str, inputs: Sequence[Tensor], group: AxisGroup | None, compare: Compare
 ) -> Any | None:
     """The kernel of a package for this layer; None: ours. `compare(inputs, ours)`: results by name, with gradients."""
     place, device, dtype = PLACES[layer], inputs[0].device, inputs[0].dtype
@@ -78,7 +78,7 @@ def _case(layer: str, inputs: Sequence[Tensor]) -> tuple[object, ...]:
 
 
 def _settle(
-    choice: Choice, layer: str, inputs: Sequence[Tensor], group: AxisGroup | None, compare: Compare
+    choice: KernelChoice, layer: str, inputs: Sequence[Tensor], group: AxisGroup | None, compare: Compare
 ) -> str | None:
     """Why the kernel must not be used here or on another rank; None: it is used."""
     place, dtype, device = PLACES[layer], inputs[0].dtype, inputs[0].device
@@ -103,7 +103,7 @@ def _settle(
     return why
 
 
-def _check(choice: Choice, layer: str, inputs: Sequence[Tensor], compare: Compare) -> str | None:
+def _check(choice: KernelChoice, layer: str, inputs: Sequence[Tensor], compare: Compare) -> str | None:
     """Why the kernel must not be used in this process: it can't be imported, raises, or differs."""
     try:
         choice.packages.find(PLACES[layer])

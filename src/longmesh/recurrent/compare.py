@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from longmesh.recurrent.chain import Chain
-from longmesh.recurrent.choose import DOCUMENTS, TOKENS, Choice
+from longmesh.recurrent.choose import DOCUMENTS, TOKENS, KernelChoice
 from longmesh.recurrent.chunks import chunks_of
 from longmesh.recurrent.convolution import convolve
 from longmesh.recurrent.function import run
-from longmesh.recurrent.kernel.form import Kernel
+from longmesh.recurrent.kernel.form import ChunkKernel
 from longmesh.recurrent.kernel.packages import PLACES
 from longmesh.recurrent.kernel.span import Span, SpanKernel, span_of
 from longmesh.recurrent.plan import plan_recurrent
@@ -43,7 +43,7 @@ def _differentiated(
 
 
 def compare_layers(
-    choice: Choice, layer: str, kernel: Kernel, inputs: Sequence[Tensor], ours: bool
+    choice: KernelChoice, layer: str, kernel: ChunkKernel, inputs: Sequence[Tensor], ours: bool
 ) -> dict[str, Tensor]:
     """Results by name, by our kernel or by the package's; with documents if that knows them."""
     theirs: SpanKernel = choice.packages.find(PLACES[layer])
@@ -69,7 +69,7 @@ def compare_layers(
     return found
 
 
-def compare_convolutions(choice: Choice, inputs: Sequence[Tensor], ours: bool) -> dict[str, Tensor]:
+def compare_convolutions(choice: KernelChoice, inputs: Sequence[Tensor], ours: bool) -> dict[str, Tensor]:
     theirs = None if ours else choice.packages.find(PLACES["causal_conv1d"])
     x, weight = inputs[:2]
     initial = torch.full((1, x.shape[1], weight.shape[1] - 1), 0.5, dtype=x.dtype, device=x.device)

@@ -41,7 +41,7 @@ def convolve(
     if activation not in (None, "silu", "swish"):
         raise LongmeshError(f"causal_conv1d(activation={activation!r}): give None, 'silu' or 'swish'")
     if causal_conv1d_fn is None or x.shape[-1] == 0:
-        out, last = _Convolution.apply(chain, x, weight, bias, activation is not None, initial)
+        out, last = _ConvolutionFunction.apply(chain, x, weight, bias, activation is not None, initial)
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:  # as torch's convolution
             out = out.to(torch.get_autocast_dtype(kind))
@@ -66,7 +66,7 @@ def _ends_here(starts: np.ndarray | None, width: int, like: Tensor) -> Tensor | 
     return (begun == begun[:, -1:]).to(like.dtype).unsqueeze(1)
 
 
-class _Convolution(torch.autograd.Function):
+class _ConvolutionFunction(torch.autograd.Function):
     """By our kernel. No copy of x is made to put the tokens before it; only they are fetched, and their gradients are
     added to those of x where they belong."""
 
@@ -180,10 +180,10 @@ def _fetch(chain: Chain, x: Tensor, count: int) -> Tensor:
         return x
     have, before = _rows_before(chain, count)
     need = [(first, stop) for (first, _), (_, stop) in zip(before, have, strict=True)]
-    return _Halo.apply(x, have, need, chain.group)  # type: ignore[return-value]
+    return _TokenHalo.apply(x, have, need, chain.group)  # type: ignore[return-value]
 
 
-class _Halo(torch.autograd.Function):
+class _TokenHalo(torch.autograd.Function):
     """Something is kept and looked at in backward on every rank: where the part around is checkpointed, that makes all
     ranks compute it again, and before they exchange. A mask is kept only where a document begins."""
 
@@ -211,4 +211,4 @@ class _HaloBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         assert len(ctx.saved_tensors) == 1
-        return _Halo.apply(gradients[0].contiguous(), *ctx.rows), None, None, None
+        return _TokenHalo.apply(gradients[0].contiguous(), *ctx.rows), None, None, None

@@ -23,14 +23,14 @@ from torch import Tensor
 from longmesh._torch.first_derivative import refuse_second_derivative
 from longmesh.recurrent.chain import Chain, start_walk
 from longmesh.recurrent.chunks import Chunks
-from longmesh.recurrent.kernel.form import Kernel
+from longmesh.recurrent.kernel.form import ChunkKernel
 from longmesh.recurrent.transition import Algebra, Transitions
 
 Segments = list[tuple[slice, Chunks]]
 
 
 def run(
-    kernel: Kernel, chain: Chain, chunks: Chunks, initial: Tensor | None, inputs: Sequence[Tensor]
+    kernel: ChunkKernel, chain: Chain, chunks: Chunks, initial: Tensor | None, inputs: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Outputs of this rank's tokens and the state after its last one. `inputs` as the kernel takes them. Collective."""
     with _no_autocast(inputs[0]):
@@ -44,7 +44,7 @@ def _no_autocast(like: Tensor) -> torch.autocast:
     return torch.autocast(like.device.type, enabled=False)
 
 
-def _segments(kernel: Kernel, chunks: Chunks) -> Iterator[tuple[slice, Chunks]]:
+def _segments(kernel: ChunkKernel, chunks: Chunks) -> Iterator[tuple[slice, Chunks]]:
     for start in range(0, chunks.count, kernel.chunks_at_once):
         where = slice(start, min(start + kernel.chunks_at_once, chunks.count))
         yield where, chunks.part(where)
@@ -54,7 +54,7 @@ def _take(inputs: Sequence[Tensor], where: slice) -> list[Tensor]:
     return [x if x.shape[0] == 1 else x[where] for x in inputs]
 
 
-class _Found(NamedTuple):
+class _ChunkResults(NamedTuple):
     """Of all chunks: T, the states that enter, what readings keep; outputs by segment; the state after the last."""
 
     values: Tensor
@@ -66,8 +66,8 @@ class _Found(NamedTuple):
 
 
 def _by_exchange(
-    kernel: Kernel, chain: Chain, segments: Segments, entering: Tensor | None, inputs: Sequence[Tensor]
-) -> _Found:
+    kernel: ChunkKernel, chain: Chain, segments: Segments, entering: Tensor | None, inputs: Sequence[Tensor]
+) -> _ChunkResults:
     """This rank's map goes on its way before anything is read. Collective."""
     forms = [kernel.form(_take(inputs, where), part) for where, part in segments]
     values = torch.cat([form.transitions.values for form in forms])
@@ -78,12 +78,12 @@ def _by_exchange(
     states, last = finish()
     outputs = [reading.outputs(states[where]) for reading, (where, _) in zip(readings, segments, strict=True)]
     kept = [reading.kept for reading in readings if reading.kept is not None]
-    return _Found(values, transitions.algebra, states, kept, outputs, last)
+    return _ChunkResults(values, transitions.algebra, states, kept, outputs, last)
 
 
 def _one_after_another(
-    kernel: Kernel, chain: Chain, segments: Segments, entering: Tensor | None, inputs: Sequence[Tensor]
-) -> _Found:
+    kernel: ChunkKernel, chain: Chain, segments: Segments, entering: Tensor | None, inputs: Sequence[Tensor]
+) -> _ChunkResults:
     """Nothing arrives, so each segment is finished before the next, while what it has made is in the caches."""
     maps, states, outputs, kept = [], [], [], []
     for where, part in segments:  # a rank has at least one, of padding if it has no token
@@ -96,13 +96,13 @@ def _one_after_another(
         kept += [] if reading.kept is None else [reading.kept]
     assert entering is not None
     values = torch.cat([m.values for m in maps])
-    return _Found(values, maps[0].algebra, torch.cat(states), kept, outputs, entering)
+    return _ChunkResults(values, maps[0].algebra, torch.cat(states), kept, outputs, entering)
 
 
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kernel: Kernel, chain: Chain, chunks: Chunks, initial: Tensor | None, *inputs: Tensor
+        ctx: Any, kernel: ChunkKernel, chain: Chain, chunks: Chunks, initial: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         entering = initial if chain.rank == 0 else None
         compute = _by_exchange if chain.plan.crosses else _one_after_another
@@ -148,7 +148,7 @@ def _differentiate_all(ctx: Any, grad_outputs: Tensor, grad_last: Tensor) -> tup
 
 
 def _differentiate(
-    kernel: Kernel,
+    kernel: ChunkKernel,
     inputs: Sequence[Tensor],
     chunks: Chunks,
     states: Tensor,

@@ -19,7 +19,7 @@ def gather_tokens(chain: Chain, tensor: Tensor, dim: int) -> Tensor:
     """The whole tensor from every rank's stretch of `dim`. Collective; its gradient is this rank's part."""
     if chain.group is None:
         return tensor
-    return _Gather.apply(tensor, dim, chain)  # type: ignore[return-value]
+    return _GatherSpans.apply(tensor, dim, chain)  # type: ignore[return-value]
 
 
 def share_last(chain: Chain, state: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def share_last(chain: Chain, state: Tensor) -> Tensor:
     return _Share.apply(state, chain)  # type: ignore[return-value]
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSpans(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, chain: Chain) -> Tensor:
         assert chain.group is not None

@@ -27,13 +27,13 @@ from longmesh.comm.machine import cluster_on
 from longmesh.errors import LongmeshError
 from longmesh.plan import Cluster
 from longmesh.recurrent.chain import Chain
-from longmesh.recurrent.choose import Choice
+from longmesh.recurrent.choose import KernelChoice
 from longmesh.recurrent.convolution import shift
 from longmesh.recurrent.explain import LayerStats, explain, layer_stats
 from longmesh.recurrent.gather import gather_tokens
 from longmesh.recurrent.kernel.delta import GatedDeltaRule
 from longmesh.recurrent.kernel.diagonal import DiagonalScan
-from longmesh.recurrent.kernel.form import Kernel
+from longmesh.recurrent.kernel.form import ChunkKernel
 from longmesh.recurrent.kernel.linear import LinearAttention, Ssd
 from longmesh.recurrent.kernel.packages import Packages
 from longmesh.recurrent.kernel.selective import SelectiveScan
@@ -105,7 +105,7 @@ class RecurrentParallel:
             group = comm.group((0,))
             members = tuple(comm.shape.index(place) for place in group.members)
             self.chain = Chain(self.plan, self.rank, group, members, scheme, machine)
-        self._runner = Runner(self.chain, Choice(kernel, packages or Packages(), check_kernels))
+        self._runner = Runner(self.chain, KernelChoice(kernel, packages or Packages(), check_kernels))
 
     # -- the layout ------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class RecurrentParallel:
     def _run(
         self,
         layer: str,
-        kernel: Kernel,
+        kernel: ChunkKernel,
         given: Mapping[str, Tensor | None],
         dtype: torch.dtype,
         final: bool,

@@ -17,7 +17,7 @@ from longmesh.recurrent.plan import RecurrentPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class StateMessage:
     """One row's map on its way: U, and T where more passes through."""
 
     row: int
@@ -32,7 +32,7 @@ class Rounds:
 
     scheme: str
     reason: str
-    rounds: tuple[tuple[Message, ...], ...]
+    rounds: tuple[tuple[StateMessage, ...], ...]
 
     def sent_bytes(self, rank: int, state_bytes: int, transition_bytes: int) -> int:
         """What a rank sends, with states and T of these sizes for each row of the plan."""
@@ -52,27 +52,27 @@ class Rounds:
         )
 
 
-def gather_rounds(plan: RecurrentPlan, *, backward: bool) -> tuple[tuple[Message, ...], ...]:
+def gather_rounds(plan: RecurrentPlan, *, backward: bool) -> tuple[tuple[StateMessage, ...], ...]:
     """One round in which a rank hears from its whole chain."""
     found = [
-        Message(row, source, dest, place + 1 < len(chain))
+        StateMessage(row, source, dest, place + 1 < len(chain))
         for row, dest, chain in _chains(plan, backward)
         for place, source in enumerate(chain)
     ]
     return (tuple(found),) if found else ()
 
 
-def scan_rounds(plan: RecurrentPlan, *, backward: bool) -> tuple[tuple[Message, ...], ...]:
+def scan_rounds(plan: RecurrentPlan, *, backward: bool) -> tuple[tuple[StateMessage, ...], ...]:
     """Rounds in which a rank hears from one rank, which stands for as many more as were folded before."""
     chains = _chains(plan, backward)
     if not chains:
         return ()
-    rounds = [tuple(Message(row, chain[0], dest, len(chain) > 1) for row, dest, chain in chains)]
+    rounds = [tuple(StateMessage(row, chain[0], dest, len(chain) > 1) for row, dest, chain in chains)]
     covered = 1
     while covered < max(len(chain) for _, _, chain in chains):
         rounds.append(
             tuple(
-                Message(row, chain[covered - 1], dest, len(chain) > 2 * covered)
+                StateMessage(row, chain[covered - 1], dest, len(chain) > 2 * covered)
                 for row, dest, chain in chains
                 if len(chain) > covered
             )
@@ -109,7 +109,7 @@ def choose_rounds(
 
 
 def _round_us(
-    plan: RecurrentPlan, messages: tuple[Message, ...], state: int, transition: int, cluster: Cluster
+    plan: RecurrentPlan, messages: tuple[StateMessage, ...], state: int, transition: int, cluster: Cluster
 ) -> float:
     received = [0] * plan.num_ranks
     for message in messages:

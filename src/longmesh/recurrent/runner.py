@@ -15,13 +15,13 @@ from torch import Tensor
 from longmesh.comm.agree import agree, checks_every_call
 from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain
-from longmesh.recurrent.choose import Choice, find_kernel
+from longmesh.recurrent.choose import KernelChoice, find_kernel
 from longmesh.recurrent.chunks import Chunks, chunks_of
 from longmesh.recurrent.compare import compare_convolutions, compare_layers
 from longmesh.recurrent.convolution import convolve
 from longmesh.recurrent.function import run
 from longmesh.recurrent.gather import share_last
-from longmesh.recurrent.kernel.form import Kernel
+from longmesh.recurrent.kernel.form import ChunkKernel
 from longmesh.recurrent.kernel.packages import PLACES
 from longmesh.recurrent.kernel.span import Span, SpanKernel, span_of
 from longmesh.recurrent.plan import RecurrentPlan, Starts
@@ -45,7 +45,7 @@ class LayerCall(NamedTuple):
 class Runner:
     """`sizes`: bytes of a state and of T, by the name of what ran."""
 
-    def __init__(self, chain: Chain, choice: Choice) -> None:
+    def __init__(self, chain: Chain, choice: KernelChoice) -> None:
         self.chain, self.choice = chain, choice
         self.sizes: dict[str, tuple[int, int]] = {}
         self._agreed: set[str] = set()
@@ -58,7 +58,7 @@ class Runner:
     def run(
         self,
         layer: str,
-        kernel: Kernel,
+        kernel: ChunkKernel,
         given: Mapping[str, Tensor | None],
         dtype: torch.dtype,
         final: bool,
@@ -160,7 +160,7 @@ class Runner:
             )
         return sizes
 
-    def _find(self, layer: str, kernel: Kernel, inputs: Sequence[Tensor]) -> SpanKernel | None:
+    def _find(self, layer: str, kernel: ChunkKernel, inputs: Sequence[Tensor]) -> SpanKernel | None:
         compare = functools.partial(compare_layers, self.choice, layer, kernel)
         return find_kernel(self.choice, layer, inputs, self.chain.group, compare)
 

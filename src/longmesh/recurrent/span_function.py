@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longmesh._torch.first_derivative import refuse_second_derivative
-from longmesh.recurrent.chain import Chain, Exchange
+from longmesh.recurrent.chain import Chain, StateExchange
 from longmesh.recurrent.kernel.span import Span, SpanKernel
 from longmesh.recurrent.transition import MATRIX
 
@@ -30,10 +30,10 @@ def run_span(
             entering = kernel.empty_state(inputs)
             entering = entering if initial is None or chain.rank else entering + initial
             return kernel(inputs, entering, span)
-        return _Recurrence.apply(kernel, chain, span, initial, *inputs)  # type: ignore[return-value]
+        return _SpanRecurrence.apply(kernel, chain, span, initial, *inputs)  # type: ignore[return-value]
 
 
-class _Recurrence(torch.autograd.Function):
+class _SpanRecurrence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, kernel: SpanKernel, chain: Chain, span: Span, initial: Tensor | None, *inputs: Tensor
@@ -41,7 +41,7 @@ class _Recurrence(torch.autograd.Function):
         entering = kernel.empty_state(inputs)
         if initial is not None and chain.rank == 0:
             entering = entering + initial
-        exchange = Exchange(chain, kernel.transition_shape(inputs), entering, kernel.algebra)
+        exchange = StateExchange(chain, kernel.transition_shape(inputs), entering, kernel.algebra)
         # Where something passes through, it does so both ways.
         transition = kernel.transition(inputs, span) if exchange.sends_transition else None
         alone = None if exchange.receives and not exchange.sends else kernel(inputs, entering, span)
@@ -62,7 +62,9 @@ class _Recurrence(torch.autograd.Function):
             leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
             state = entering.detach().requires_grad_()
             outputs, last = kernel(leaves, state, ctx.span)
-        exchange = Exchange(chain, kernel.transition_shape(inputs), entering, kernel.algebra, backward=True)
+        exchange = StateExchange(
+            chain, kernel.transition_shape(inputs), entering, kernel.algebra, backward=True
+        )
         own = None
         if exchange.sends:
             (own,) = torch.autograd.grad((outputs, last), state, (grad_outputs, grad_last), retain_graph=True)

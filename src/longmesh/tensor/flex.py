@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.attention.layout.base import collect
-from longmesh.attention.layout.given import Given
+from longmesh.attention.layout.given import GivenLayout
 from longmesh.attention.mods.captured import captured_tensors
 from longmesh.attention.scope import flex
 from longmesh.attention.scope.cut_sequence import CutSequence, check_heads
@@ -159,5 +159,5 @@ def _cut_sequence(comm: MeshComm, layout: Layout, seq_len: int) -> CutSequence:
         owned.append((int(start), int(start) + int(length), rank))
     ownership = collect(seq_len, part.size(), owned)
     return CutSequence(
-        part, seq_len=seq_len, layout=Given(ownership), exchange="ring" if part.ndim == 1 else "auto"
+        part, seq_len=seq_len, layout=GivenLayout(ownership), exchange="ring" if part.ndim == 1 else "auto"
     )

@@ -9,14 +9,14 @@ import time
 
 from longmesh.attention import AttentionPlan, ContextParallel, masks, plan_attention
 from longmesh.attention.plan import ahead
-from longmesh.attention.plan.ahead import Planned, PlansAhead, Request, key_of, make_plan
+from longmesh.attention.plan.ahead import MadePlan, PlansAhead, Request, key_of, make_plan
 from support.processes import is_alive, wait_until_gone
 
 MASK = masks.documents([300, 150, 62])
 REQUEST = {"seq_len": 512, "ranks": 3, "mask": MASK}
 
 
-def waited_for(plans: PlansAhead, request: Request) -> Planned | None:
+def waited_for(plans: PlansAhead, request: Request) -> MadePlan | None:
     deadline = time.monotonic() + 60.0
     while not plans._coming[key_of(request)].done() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from longmesh.attention import masks
 from longmesh.attention.mask import slices as sl
-from longmesh.attention.mask.axes import Axes
+from longmesh.attention.mask.axes import SequenceAxes
 from longmesh.attention.mask.block import UNBOUNDED
 from longmesh.errors import LongmeshError
 
@@ -25,10 +25,10 @@ def paint(slices: np.ndarray, seq_len: int, kv_len: int | None = None) -> np.nda
 
 
 def dense(mask: masks.Mask, seq_len: int, row: int = 0) -> np.ndarray:
-    return dense_on(mask, Axes(seq_len, seq_len), row)
+    return dense_on(mask, SequenceAxes(seq_len, seq_len), row)
 
 
-def dense_on(mask: masks.Mask, axes: Axes, row: int = 0) -> np.ndarray:
+def dense_on(mask: masks.Mask, axes: SequenceAxes, row: int = 0) -> np.ndarray:
     """Who sees whom by the predicate: queries and keys numbered from 0."""
     i, j = torch.arange(axes.seq_len)[:, None] + axes.q_offset, torch.arange(axes.kv_len)[None]
     seen = mask.visible(torch.tensor(row), torch.tensor(0), i, j)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from longmesh.attention import Layout, Ownership, RowPlan, Rows, Ulysses, Workload, masks, plan_attention
+from longmesh.attention import Ownership, RowPlan, Rows, TokenLayout, Ulysses, Workload, masks, plan_attention
 from longmesh.attention.exchange.named import EXCHANGES
 from longmesh.attention.exchange.ulysses import share_heads
 from longmesh.attention.layout.named import LAYOUTS
@@ -136,7 +136,7 @@ def test_hybrid_on_groups(data):
 
 
 @dataclasses.dataclass(frozen=True)
-class Given(Layout):
+class Given(TokenLayout):
     """A user's own layout."""
 
     ownership: Ownership
@@ -226,7 +226,7 @@ def test_a_layout_for_each_batch_row():
 
 
 @dataclasses.dataclass(frozen=True)
-class ByFirstDocument(Layout):
+class ByFirstDocument(TokenLayout):
     """The first document to rank 0, the rest to rank 1."""
 
     def assign(self, work: Workload, ranks: int) -> Ownership:

@@ -11,7 +11,7 @@ from longmesh.attention import masks, plan_attention
 from longmesh.attention.exchange.fragment import START, STOP
 from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.mask import slices as sl
-from longmesh.attention.mask.axes import Axes, axes_of, slices_on
+from longmesh.attention.mask.axes import SequenceAxes, axes_of, slices_on
 from longmesh.errors import LongmeshError
 from support.exchanges import OF_QUERIES, ON_ONE_AXIS, ON_TWO_AXES
 from tests.pure.attention.test_masks import any_mask, dense_on, paint
@@ -19,10 +19,10 @@ from tests.pure.attention.test_plan import carry_out
 
 
 @st.composite
-def masks_on_axes(draw) -> tuple[masks.Mask, Axes]:
+def masks_on_axes(draw) -> tuple[masks.Mask, SequenceAxes]:
     """A mask, and lengths of both sides; either may be empty, and queries may stand anywhere."""
     if draw(st.booleans()):
-        axes = Axes(draw(st.integers(0, 24)), draw(st.integers(0, 24)), draw(st.integers(0, 12)))
+        axes = SequenceAxes(draw(st.integers(0, 24)), draw(st.integers(0, 24)), draw(st.integers(0, 12)))
         return draw(any_mask(max(axes.kv_len, axes.seq_len + axes.q_offset))), _fit(axes)
     if draw(st.booleans()):
         count = draw(st.integers(1, 4))
@@ -30,15 +30,15 @@ def masks_on_axes(draw) -> tuple[masks.Mask, Axes]:
         queries, keys = draw(sizes), draw(sizes)
         within = draw(st.sampled_from([None, masks.full(), masks.sliding_window(2), masks.prefix_lm(0)]))
         mask = masks.documents(queries, within, kv_lengths=keys)
-        return mask, Axes(sum(queries), sum(keys))
-    axes = Axes(draw(st.integers(0, 24)), draw(st.integers(0, 24)))
+        return mask, SequenceAxes(sum(queries), sum(keys))
+    axes = SequenceAxes(draw(st.integers(0, 24)), draw(st.integers(0, 24)))
     axes = axes._replace(q_offset=axes.kv_len - axes.seq_len)
     band = st.sampled_from([masks.full(), masks.causal(), masks.sliding_window(3, 1), masks.prefix_lm(0)])
     left, right = draw(band), draw(st.one_of(band, st.just(masks.chunked(5))))
     return (left & right if draw(st.booleans()) else left | right), axes
 
 
-def _fit(axes: Axes) -> Axes:
+def _fit(axes: SequenceAxes) -> SequenceAxes:
     """Documents and prefixes are drawn for all positions: let the keys reach as far."""
     return axes._replace(kv_len=max(axes.kv_len, axes.seq_len + axes.q_offset))
 
@@ -101,11 +101,13 @@ def test_one_sequence_is_planned_as_before():
 
 
 def test_queries_stand_at_the_end_of_the_keys_unless_told():
-    assert axes_of(masks.causal(), 3, 10, None) == Axes(3, 10, 7)
-    assert axes_of(masks.causal(), 3, 10, 0) == Axes(3, 10, 0)
-    assert axes_of(masks.documents([3], kv_lengths=[10]), 3, 10, None) == Axes(3, 10, 0)
-    assert axes_of(masks.documents([3], kv_lengths=[10]) & masks.full(), 3, 10, None) == Axes(3, 10, 0)
-    assert str(Axes(3, 10, 7)) == "3 queries and 10 keys, the first at position 7"
+    assert axes_of(masks.causal(), 3, 10, None) == SequenceAxes(3, 10, 7)
+    assert axes_of(masks.causal(), 3, 10, 0) == SequenceAxes(3, 10, 0)
+    assert axes_of(masks.documents([3], kv_lengths=[10]), 3, 10, None) == SequenceAxes(3, 10, 0)
+    assert axes_of(masks.documents([3], kv_lengths=[10]) & masks.full(), 3, 10, None) == SequenceAxes(
+        3, 10, 0
+    )
+    assert str(SequenceAxes(3, 10, 7)) == "3 queries and 10 keys, the first at position 7"
     plan = plan_attention(seq_len=3, kv_len=10, ranks=1)
     assert plan.rows[0].rank(0).stages[0].blocks[0].hi == 7
 

@@ -9,9 +9,9 @@ from hypothesis import given, strategies as st
 from longmesh.attention import (
     Exchange,
     Hybrid,
-    Layout,
     Ownership,
     StagedExchange,
+    TokenLayout,
     Workload,
     masks,
     plan_attention,
@@ -151,7 +151,7 @@ def test_the_packages_own_masks_are_not_looked_at(monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved(Layout):
+class Moved(TokenLayout):
     moved: tuple[tuple[int, ...], ...]
 
     def assign(self, work: Workload, ranks: int) -> Ownership:

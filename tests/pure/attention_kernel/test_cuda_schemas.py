@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longmesh.attention.kernel.base import Coordinates, Score, Work, finish
+from longmesh.attention.kernel.base import Coordinates, KernelWork, Score, finish
 from longmesh.attention.kernel.cuda_sdpa import CudaCudnn, CudaEfficient
 from longmesh.attention.kernel.flex import Flex, partial_gradients
 from longmesh.attention.kernel.math import Math
-from longmesh.attention.kernel.tiled import Shape
+from longmesh.attention.kernel.tiled import TileShape
 from longmesh.attention.mask.block import UNBOUNDED, Block
 
 
@@ -23,7 +23,7 @@ def test_calls_fit_the_schemas(kernel, kind):
         q, out, dout = (torch.empty(N, X, L, D, dtype=torch.bfloat16, device="meta") for _ in range(3))
         k, v = (torch.empty(N, G, M, D, dtype=torch.bfloat16, device="meta") for _ in range(2))
         mask = torch.empty(1, 1, L, M, dtype=torch.bfloat16, device="meta") if kind == "mask" else None
-        shape = Shape(kind == "causal", mask, 0.1)
+        shape = TileShape(kind == "causal", mask, 0.1)
         got, lse = kernel.attend(q, k, v, shape)
         assert got.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
         lse = torch.empty(N, X, L, dtype=torch.float32, device="meta")
@@ -44,8 +44,8 @@ def test_flex_forward_uncompiled():
     stages = [[Block(0, 50, 0, 30, -UNBOUNDED, 4)], [Block(7, 50, 30, 60, elementwise=True)]]
     got = want = None
     for blocks in stages:
-        got = Flex(compiled=False).forward(Work(q, k, v, blocks, score, where), got)
-        want = Math().forward(Work(q, k, v, blocks, score, where), want)
+        got = Flex(compiled=False).forward(KernelWork(q, k, v, blocks, score, where), got)
+        want = Math().forward(KernelWork(q, k, v, blocks, score, where), want)
     assert got is not None and want is not None
     torch.testing.assert_close(got.out_BHSD, want.out_BHSD)
     torch.testing.assert_close(got.lse_BHS, want.lse_BHS)

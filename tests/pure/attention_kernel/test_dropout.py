@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from longmesh.attention.kernel.base import Coordinates, Score, Work
+from longmesh.attention.kernel.base import Coordinates, KernelWork, Score
 from longmesh.attention.kernel.dropout import kept
 from longmesh.attention.kernel.math import Math
 from longmesh.attention.mask.block import UNBOUNDED, Block
@@ -48,14 +48,14 @@ def test_the_output_does_not_depend_on_the_layout():
     q, k, v = (torch.randn(2, 3, 40, 8, generator=draw, dtype=torch.float64) for _ in range(3))
     score = Score(dropout_p=0.4, dropout_seed=11)
     causal = [Block(0, 40, 0, 40, -UNBOUNDED, 0)]
-    want = Math().forward(Work(q, k, v, causal, score)).out_BHSD
+    want = Math().forward(KernelWork(q, k, v, causal, score)).out_BHSD
     order = torch.randperm(40, generator=draw)
     got = torch.zeros_like(want)
     for part in order.split(13):  # a rank with these tokens as queries, and all keys in another order
         where = Coordinates(part, order)
         masked = Score(mask_mod=lambda b, h, i, j: j <= i, dropout_p=0.4, dropout_seed=11)
         blocks = [Block(0, len(part), a, min(a + 9, 40), elementwise=True) for a in range(0, 40, 9)]
-        work = Work(q[:, :, part], k[:, :, order], v[:, :, order], blocks, masked, where)
+        work = KernelWork(q[:, :, part], k[:, :, order], v[:, :, order], blocks, masked, where)
         partial = Math(tile=5).forward(work)
         got[:, :, part] = partial.out_BHSD
     torch.testing.assert_close(got, want)

@@ -10,7 +10,15 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from longmesh.attention.kernel.base import Coordinates, Gradients, Kernel, Score, Work, finish, zero_like
+from longmesh.attention.kernel.base import (
+    AttentionGradients,
+    Coordinates,
+    Kernel,
+    KernelWork,
+    Score,
+    finish,
+    zero_like,
+)
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.kernel.dropout import kept
 from longmesh.attention.kernel.math import Math
@@ -93,20 +101,20 @@ def run(
     q, k, v = qkv
     state = None
     for blocks in stages:
-        state = kernel.forward(Work(q, k, v, blocks, score, where), state)
+        state = kernel.forward(KernelWork(q, k, v, blocks, score, where), state)
     state = empty_partial(q, v.shape[-1]) if state is None else state
     if sinks is not None:
         state = apply_sinks(state, sinks)
     final = finish(state.out_BHSD, state.lse_BHS, dout)
     captured = captured_tensors(score.score_mod)
     needs_dbias = score.bias is not None and score.bias.requires_grad
-    gradients = Gradients(
+    gradients = AttentionGradients(
         *(zero_like(t) for t in (q, k, v)),
         dbias=zero_like(score.bias) if needs_dbias and score.bias is not None else None,
         dcaptured=[zero_like(t) for t in captured],
     )
     for blocks in reversed(stages):
-        kernel.backward(Work(q, k, v, blocks, score, where), final, gradients)
+        kernel.backward(KernelWork(q, k, v, blocks, score, where), final, gradients)
     result = [state.out_BHSD, gradients.dq_BHSD, gradients.dk_BGKD, gradients.dv_BGKE]
     if gradients.dbias is not None:
         result.append(gradients.dbias)
@@ -352,4 +360,4 @@ def test_error_does_not_grow_with_the_number_of_merges(dtype):
 def test_no_autograd_graph_is_recorded():
     q, k, v, _ = (t.requires_grad_() for t in tensors())
     for kernel in KERNELS:
-        assert not kernel.forward(Work(q, k, v, [causal(33)])).out_BHSD.requires_grad
+        assert not kernel.forward(KernelWork(q, k, v, [causal(33)])).out_BHSD.requires_grad

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.kernel.cuda_sdpa import CudaEfficient
-from longmesh.attention.kernel.lower import Call, Tiling, lower
+from longmesh.attention.kernel.lower import KernelCall, Tiling, lower
 from longmesh.attention.mask.block import UNBOUNDED, Block
 
 SMALL = Tiling(
@@ -42,12 +42,12 @@ def count_of_blocks(blocks: list[Block], S: int, K: int) -> np.ndarray:
     return count
 
 
-def tiles(call: Call):
+def tiles(call: KernelCall):
     sizes = call.sizes or ((call.rows, call.keys),) * len(call.q_starts)
     yield from zip(call.q_starts, call.k_starts, sizes, strict=True)
 
 
-def count_of_calls(calls: tuple[Call, ...], S: int, K: int) -> np.ndarray:
+def count_of_calls(calls: tuple[KernelCall, ...], S: int, K: int) -> np.ndarray:
     count = np.zeros((S, K), int)
     for call in calls:
         for q, k, (rows, keys) in tiles(call):

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch.nn.attention.flex_attention import BlockMask
 
 from longmesh.attention import masks, plan_attention
-from longmesh.attention.kernel.varlen import EXTRA_SHARE, Launch, launches
+from longmesh.attention.kernel.varlen import EXTRA_SHARE, VarlenLaunch, launches
 from longmesh.attention.mask.block import UNBOUNDED, Block
 
 
@@ -17,7 +17,7 @@ def pairs_of_block(block: Block, rows: int, keys: int) -> np.ndarray:
     return (inside & (j - i >= block.lo) & (j - i <= block.hi)).astype(int)
 
 
-def pairs_of_launch(launch: Launch, rows: int, keys: int) -> np.ndarray:
+def pairs_of_launch(launch: VarlenLaunch, rows: int, keys: int) -> np.ndarray:
     """How often each pair is computed, by the op's contract: windows end at each sequence's bottom right corner."""
     found = np.zeros((rows, keys), dtype=int)
     left, right = launch.window

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from longmesh.recurrent.chain import Chain, Exchange
+from longmesh.recurrent.chain import Chain, StateExchange
 from longmesh.recurrent.plan import plan_recurrent
 from longmesh.recurrent.rounds import choose_rounds, gather_rounds, scan_rounds
 from longmesh.recurrent.transition import MATRIX
@@ -93,7 +93,7 @@ def test_a_rank_makes_what_others_need_of_it(scheme, backward):
     found = []
     for rank in range(5):
         chain = Chain(plan, rank, None, (0, 1, 2, 3, 4), scheme)
-        exchange = Exchange(chain, (1, 2, 3, 3), torch.zeros(1, 2, 3, 4), MATRIX, backward=backward)
+        exchange = StateExchange(chain, (1, 2, 3, 3), torch.zeros(1, 2, 3, 4), MATRIX, backward=backward)
         found.append((exchange.sends, exchange.sends_transition, exchange.receives))
     first, between, last, alone = (True, False, False), (True, True, True), (False, False, True), (False,) * 3
     ends = (last, first) if backward else (first, last)

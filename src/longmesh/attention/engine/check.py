@@ -16,7 +16,7 @@ from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.errors import LongmeshError
 
 
-class Signature(NamedTuple):
+class CallSignature(NamedTuple):
     """What must be the same on every rank: no local length. `backward`: whether gradients will be asked for."""
 
     plan: str
@@ -66,7 +66,7 @@ def check_tokens(what: str, tensor: Tensor, dim: int, tokens: int, num_cuts: int
     return dim
 
 
-def raise_found(error: LongmeshError) -> Signature:
+def raise_found(error: LongmeshError) -> CallSignature:
     """A check that finds what was found before."""
     raise error
 
@@ -150,14 +150,14 @@ def signature_of(
     sinks: Tensor | None,
     score: Score,
     lse: bool = False,
-) -> Signature:
+) -> CallSignature:
     """What this call must have in common with those of the other ranks. `lse`: whether it is also returned."""
     bias = score.bias
     given = [t for t in (q, k, v, sinks, bias) if t is not None]
     backward = torch.is_grad_enabled() and (
         any(t.requires_grad for t in given) or bool(captured_tensors(score.score_mod))
     )
-    return Signature(
+    return CallSignature(
         plan=plan.digest,
         batch=q.shape[0],
         heads=q.shape[1],

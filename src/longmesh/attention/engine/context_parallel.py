@@ -25,19 +25,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh._torch import no_dispatch_modes
-from longmesh.attention.engine.check import Gathered, Signature, check_call, raise_found, signature_of
-from longmesh.attention.engine.side import CutQueries, Side
+from longmesh.attention.engine.check import CallSignature, Gathered, check_call, raise_found, signature_of
+from longmesh.attention.engine.cut_tokens import CutQueries, CutTokens
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.execute.driver import Task
-from longmesh.attention.execute.function import Attend, Call
+from longmesh.attention.execute.function import AttentionFunction, Call
 from longmesh.attention.execute.lse import AttendWithLse
 from longmesh.attention.execute.op import attend, cast_for_autocast, register_caller
 from longmesh.attention.execute.route import Route
 from longmesh.attention.execute.watch import current_watcher
 from longmesh.attention.kernel.base import Need, Score
-from longmesh.attention.kernel.choose import Choice, Refused, choose, need_of
+from longmesh.attention.kernel.choose import ChosenKernel, Refused, choose, need_of
 from longmesh.attention.kernel.self_check import refused_kernels
-from longmesh.attention.layout.base import Layout
+from longmesh.attention.layout.base import TokenLayout
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mods.captured import captured_tensors
 from longmesh.attention.mods.pairwise import at_offset
@@ -53,7 +53,7 @@ from longmesh.comm.p2p import warm_up
 from longmesh.errors import LongmeshError
 from longmesh.plan.cluster import Cluster
 
-Checked = TypeVar("Checked", Gathered, Signature)
+Checked = TypeVar("Checked", Gathered, CallSignature)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +96,8 @@ class ContextParallel:
         kv_len: int | None = None,
         q_offset: int | None = None,
         mask: Mask | None = None,
-        layout: Layout | str = "auto",
-        kv_layout: Layout | str | None = None,
+        layout: TokenLayout | str = "auto",
+        kv_layout: TokenLayout | str | None = None,
         exchange: Exchange | str = "auto",
         kernel: str | None = None,
         check_kernels: bool = True,
@@ -141,9 +141,9 @@ class ContextParallel:
         self._made_ahead = {} if planned is None else {planned.plan.heads: planned}
         self._planned: dict[tuple[HeadSizes, torch.device], Heads] = {}
         rows = self.plan.rows
-        self._queries = Side("shard", [row.ownership for row in rows], self.rank, self._of_everyone)
-        self._keys = Side("shard_kv", [row.kv_ownership for row in rows], self.rank, self._of_everyone)
-        self._choice: Choice | None = None
+        self._queries = CutTokens("shard", [row.ownership for row in rows], self.rank, self._of_everyone)
+        self._keys = CutTokens("shard_kv", [row.kv_ownership for row in rows], self.rank, self._of_everyone)
+        self._choice: ChosenKernel | None = None
         self._has_agreed = False
         self._name = register_caller(self)
         # Each rank compiles a graph of its own; that of a rank without tokens may call attention more or less often.
@@ -214,7 +214,7 @@ class ContextParallel:
         """The same for a tensor whose `dim` is the keys. Collective over the mesh."""
         return self._unshard(self._keys, tensor, dim)
 
-    def _unshard(self, side: Side, tensor: Tensor, dim: int) -> Tensor:
+    def _unshard(self, side: CutTokens, tensor: Tensor, dim: int) -> Tensor:
         checked = self._together("un" + side.name, side.check_part, self.plan.digest, tensor, dim)
         return side.unshard(tensor, checked.dim)
 
@@ -251,7 +251,7 @@ class ContextParallel:
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, score: Score) -> Tensor:
         call = self.enter(q, k, v, sinks, score)
-        return Attend.apply(call, q, k, v, score.bias, sinks, *captured_tensors(score.score_mod))
+        return AttentionFunction.apply(call, q, k, v, score.bias, sinks, *captured_tensors(score.score_mod))
 
     def of_whole_queries(self, q: Tensor, k: Tensor, v: Tensor | None = None, **options: Any) -> Tensor:
         """Attention of all queries, which every rank has: (B, H, seq_len, E), and their gradient, on every rank."""
@@ -304,7 +304,7 @@ class ContextParallel:
 
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, score: Score, lse: bool
-    ) -> Signature:
+    ) -> CallSignature:
         check_call(self.plan, (self.num_tokens, self.num_kv_tokens), q, k, v, sinks, score)
         return signature_of(self.plan, q, k, v, sinks, score, lse)
 

@@ -18,8 +18,8 @@ import numpy as np
 from longmesh.attention.exchange.fragment import AT, OFFSET, OWNER, RANK, STAGE, START, STOP
 from longmesh.attention.layout.base import Ownership
 from longmesh.attention.mask.slices import overlaps
+from longmesh.attention.plan.cached_values import kept_by_instance
 from longmesh.attention.plan.intervals import offsets_within, unite
-from longmesh.attention.plan.kept import kept_by_instance
 
 Array = np.ndarray
 

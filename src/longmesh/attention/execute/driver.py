@@ -27,8 +27,16 @@ from torch import Tensor
 from longmesh.attention.exchange.ulysses import HeadGroup
 from longmesh.attention.execute.route import Move, Route
 from longmesh.attention.execute.rows import add_rows_, from_rows, place_rows, take_rows, to_rows, width_of
-from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Score, Work, zero_like
-from longmesh.attention.kernel.merge import Partial, accumulate_dtype, empty_partial, merge_
+from longmesh.attention.kernel.base import (
+    AttentionGradients,
+    Coordinates,
+    Final,
+    Kernel,
+    KernelWork,
+    Score,
+    zero_like,
+)
+from longmesh.attention.kernel.merge import PartialResult, accumulate_dtype, empty_partial, merge_
 from longmesh.attention.mask.block import Block
 from longmesh.comm import AxisGroup
 from longmesh.comm.p2p import Pending, start_all_to_all, start_send_receive
@@ -82,14 +90,14 @@ class Task:
         return send(rows, send_counts=send_counts, recv_counts=recv_counts, group=group)
 
 
-class Forward(NamedTuple):
+class ForwardResult(NamedTuple):
     """The result of the own queries, and the queries of others that were computed here, as rows."""
 
-    state: Partial
+    state: PartialResult
     remote_q_RW: Tensor | None
 
 
-def run_forward(task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> Forward:
+def run_forward(task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> ForwardResult:
     """Attention of this rank's queries. Its last merge is done; sinks are not applied."""
     route, remote = task.route, None
     first, later = task.route.own_parts if route.has_remote_queries else (route.plan.stages[0].blocks, ())
@@ -111,12 +119,12 @@ def run_forward(task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> F
         home = task.start(back, to_rows(*theirs))
         state = _present(_attend(task, 0, later, q_BHSD, k_BGSD, v_BGSE, state))
         state = _merge_results(task, state, home.wait())
-    return Forward(state, remote)
+    return ForwardResult(state, remote)
 
 
 def run_backward(
     task: Task, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, remote_q_RW: Tensor | None,
-    final: Final, totals: Gradients,
+    final: Final, totals: AttentionGradients,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """dq, dk, dv of this rank's tokens, in the accumulating dtype; dbias and dcaptured of `totals` grow. No dv where
     values are a part of the keys: it is in dk."""
@@ -136,7 +144,7 @@ def run_backward(
         move = route.home[number]
         grads_KW = own_SW if move is None else _zero_rows(task, k, v)
         dk, dv = task.keys_and_values(grads_KW, k, v)
-        gradients = Gradients(dq_BHSD, dk, dv, totals.dbias, totals.dcaptured)
+        gradients = AttentionGradients(dq_BHSD, dk, dv, totals.dbias, totals.dcaptured)
         blocks = route.plan.stages[number].blocks if number else first
         _differentiate(task, number, blocks, q_BHSD, k, v, final, gradients)
         del k, v, dk, dv, gradients
@@ -147,7 +155,7 @@ def run_backward(
     if remote_q_RW is not None:
         dq_home = task.start(back, to_rows(dq_BHSD[:, :, S:]))
     dk, dv = task.keys_and_values(own_SW, k_BGSD, v_BGSE)
-    gradients = Gradients(dq_BHSD, dk, dv, totals.dbias, totals.dcaptured)
+    gradients = AttentionGradients(dq_BHSD, dk, dv, totals.dbias, totals.dcaptured)
     _differentiate(task, 0, later, q_BHSD, k_BGSD, v_BGSE, final, gradients)
     if dq_home is not None:
         dq_rows = to_rows(dq_BHSD[:, :, :S])
@@ -239,28 +247,28 @@ def _coordinates(task: Task, number: int, unit: Unit) -> Coordinates:
 
 def _attend(
     task: Task, number: int, blocks: tuple[Block, ...], q_BHSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor,
-    state: Partial | None,
-) -> Partial | None:  # fmt: skip
+    state: PartialResult | None,
+) -> PartialResult | None:  # fmt: skip
     """Blocks of a stage, merged into the state."""
     if not blocks:
         return state
     units = units_of(task, q_BHSD.shape[0])
     if len(units) == 1:
         where = _coordinates(task, number, units[0])
-        return task.kernel.forward(Work(q_BHSD, k_BGKD, v_BGKE, blocks, task.score, where), state)
+        return task.kernel.forward(KernelWork(q_BHSD, k_BGKD, v_BGKE, blocks, task.score, where), state)
     state = empty_partial(q_BHSD, v_BGKE.shape[-1]) if state is None else state
     for unit in units:
         b, h, g, _ = unit
-        part = Partial(state.out_BHSD[b, h], state.lse_BHS[b, h])
+        part = PartialResult(state.out_BHSD[b, h], state.lse_BHS[b, h])
         where = _coordinates(task, number, unit)
-        work = Work(q_BHSD[b, h], k_BGKD[b, g], v_BGKE[b, g], blocks, task.score, where)
+        work = KernelWork(q_BHSD[b, h], k_BGKD[b, g], v_BGKE[b, g], blocks, task.score, where)
         task.kernel.forward(work, part)
     return state
 
 
 def _differentiate(
     task: Task, number: int, blocks: tuple[Block, ...], q_BHSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor,
-    final: Final, grads: Gradients,
+    final: Final, grads: AttentionGradients,
 ) -> None:  # fmt: skip
     """Gradients of blocks of a stage, added up."""
     if not blocks:
@@ -271,17 +279,17 @@ def _differentiate(
         where = _coordinates(task, number, unit)
         whole = len(units) == 1
         part = final if whole else Final(final.out_BHSE[b, h], final.lse_BHS[b, h], final.dout_BHSE[b, h])
-        into = Gradients(
+        into = AttentionGradients(
             grads.dq_BHSD[b, h], grads.dk_BGKD[b, g], grads.dv_BGKE[b, g], grads.dbias, grads.dcaptured
         )
-        work = Work(q_BHSD[b, h], k_BGKD[b, g], v_BGKE[b, g], blocks, task.score, where)
+        work = KernelWork(q_BHSD[b, h], k_BGKD[b, g], v_BGKE[b, g], blocks, task.score, where)
         task.kernel.backward(work, part, into)
 
 
 # -- queries that are computed away from home ----------------------------------------------------
 
 
-def _extended(state: Partial | None, rows: int, q_BHSD: Tensor, v_head_dim: int) -> Partial:
+def _extended(state: PartialResult | None, rows: int, q_BHSD: Tensor, v_head_dim: int) -> PartialResult:
     """The state with `rows` more that have seen nothing, behind the own ones."""
     whole = empty_partial(q_BHSD, v_head_dim)
     if state is not None:
@@ -300,7 +308,7 @@ def _extended_final(final: Final, rows_RW: Tensor) -> Final:
     )
 
 
-def _merge_results(task: Task, state: Partial, received: Tensor) -> Partial:
+def _merge_results(task: Task, state: PartialResult, received: Tensor) -> PartialResult:
     """The state of my queries with what others have computed for them."""
     S, back = task.route.tokens_in_group, task.route.queries.transposed
     out, lse = (part[:, :, :S] for part in state)
@@ -314,4 +322,4 @@ def _merge_results(task: Task, state: Partial, received: Tensor) -> Partial:
             out.index_copy_(2, rows, mine_out)
             lse.index_copy_(2, rows, mine_lse)
         at += count
-    return Partial(out, lse)
+    return PartialResult(out, lse)

@@ -26,7 +26,7 @@ from longmesh.attention.exchange.ulysses import HeadGroup
 from longmesh.attention.execute.driver import Task, run_backward, run_forward
 from longmesh.attention.execute.heads import KV, Q, by_head_groups
 from longmesh.attention.execute.watch import AttentionWatcher
-from longmesh.attention.kernel.base import Gradients, finish, zero_like
+from longmesh.attention.kernel.base import AttentionGradients, finish, zero_like
 from longmesh.attention.kernel.merge import apply_sinks, sinks_gradient
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.comm import AxisGroup, collectives
@@ -86,8 +86,8 @@ NO_SECOND = (
 )
 
 
-class Attend(torch.autograd.Function):
-    """`Attend.apply(call, q, k, v, bias, sinks, *captured)`. Collective over the mesh, both ways."""
+class AttentionFunction(torch.autograd.Function):
+    """`AttentionFunction.apply(call, q, k, v, bias, sinks, *captured)`. Collective over the mesh, both ways."""
 
     @staticmethod
     def forward(ctx, call: Call, q, k, v, bias, sinks, *captured):
@@ -103,7 +103,7 @@ class Attend(torch.autograd.Function):
         captured, saved = rest[: ctx.num_captured], rest[ctx.num_captured :]
         dbias = zero_like(bias) if ctx.needs_input_grad[4] else None
         dsinks = torch.zeros_like(sinks) if sinks is not None else None
-        totals = Gradients(dout, dout, dout, dbias, [zero_like(t) for t in captured])
+        totals = AttentionGradients(dout, dout, dout, dbias, [zero_like(t) for t in captured])
         dqkv = backward_rows(ctx.call, dout, saved, sinks, dsinks, totals, ctx.kv_heads)
         dqkv = [grad.to(saved[0].dtype) for grad in dqkv] + [None] * (3 - len(dqkv))
         dbias = None if dbias is None else dbias.to(bias.dtype)
@@ -135,7 +135,7 @@ def forward_rows(
 
 def backward_rows(
     call: Call, dout: Tensor, saved: Sequence[Tensor | None], sinks: Tensor | None, dsinks: Tensor | None,
-    totals: Gradients, kv_heads: int,
+    totals: AttentionGradients, kv_heads: int,
 ) -> Sequence[Tensor]:  # fmt: skip
     """dq, dk and dv (unless it is in dk) in the accumulating dtype; `dsinks` and what is in `totals` grow."""
     rows = []
@@ -173,7 +173,7 @@ def _forward_row(task: Task, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tens
     return out, kept
 
 
-def _backward_row(task: Task, dout, kept, sinks, dsinks, totals: Gradients, kv_heads: int):
+def _backward_row(task: Task, dout, kept, sinks, dsinks, totals: AttentionGradients, kv_heads: int):
     rest, groups = SharedKeyHead(), kept_of(kept)
 
     def compute(number: int, task: Task, douts: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -212,8 +212,8 @@ def _heads_of(task: Task) -> slice:
     return slice(None) if task.heads is None else slice(task.heads.q_start, task.heads.q_stop)
 
 
-class Gather(torch.autograd.Function):
-    """`Gather.apply(rows, counts, order, mine, group)`: every rank's rows, in the order that `order` says.
+class GatherTokens(torch.autograd.Function):
+    """`GatherTokens.apply(rows, counts, order, mine, group)`: every rank's rows, in the order that `order` says.
 
     Collective forward; backward sends nothing: the gradient of a rank's rows is its part.
     """

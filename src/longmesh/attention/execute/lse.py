@@ -19,7 +19,7 @@ from torch import Tensor
 from longmesh._torch.first_derivative import first_derivative_only
 from longmesh.attention.execute.function import NO_SECOND, Call, backward_rows, forward_rows, kept_of, mark
 from longmesh.attention.execute.heads import Q, to_tokens
-from longmesh.attention.kernel.base import Gradients, zero_like
+from longmesh.attention.kernel.base import AttentionGradients, zero_like
 
 
 class AttendWithLse(torch.autograd.Function):
@@ -43,7 +43,7 @@ class AttendWithLse(torch.autograd.Function):
         dqkv, dcaptured = [zero_like(t) for t in given], [zero_like(t) for t in captured]
 
         def add_up(call: Call, grad: Tensor, kept: Sequence[Tensor | None]) -> None:
-            into = Gradients(grad, grad, grad, None, dcaptured)
+            into = AttentionGradients(grad, grad, grad, None, dcaptured)
             found = backward_rows(call, grad, kept, None, None, into, k.shape[1])
             totals = dqkv if grad is dout else dqkv[:2]
             for total, part in zip(totals, found, strict=False):

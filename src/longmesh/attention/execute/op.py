@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longmesh.attention.execute.function import Call, backward_rows, forward_rows, kept_of
-from longmesh.attention.kernel.base import Gradients, Score
+from longmesh.attention.kernel.base import AttentionGradients, Score
 from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.errors import LongmeshError
 
@@ -36,7 +36,7 @@ class Caller(Protocol):
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Call: ...
 
 
-class _Registry:
+class _Callers:
     """Live callers by name; a name is never used twice in a process."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _Registry:
         return self._callers[name]
 
 
-_registry = _Registry()
+_registry = _Callers()
 
 
 def register_caller(caller: Caller) -> str:
@@ -116,7 +116,7 @@ def attend_backward(
         state = [rest.pop(0), rest.pop(0)]
         saved += [*own, *state, rest.pop(0) if task.route.has_remote_queries else None]
     dsinks = None if sinks is None else torch.zeros_like(sinks)
-    totals = Gradients(dout, dout, dout)
+    totals = AttentionGradients(dout, dout, dout)
     dqkv = backward_rows(call, dout, saved, sinks, dsinks, totals, k.shape[1])
     copies = [t.to(q.dtype).clone(memory_format=torch.contiguous_format) for t in dqkv]
     return copies if dsinks is None else [*copies, dsinks]

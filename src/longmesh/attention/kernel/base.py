@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from longmesh.attention.kernel.dropout import kept
-from longmesh.attention.kernel.merge import Partial, accumulate_dtype
+from longmesh.attention.kernel.merge import PartialResult, accumulate_dtype
 from longmesh.attention.mask.block import Block
 
 
@@ -97,7 +97,7 @@ def finish(out_BHSE: Tensor, lse_BHS: Tensor, dout_BHSE: Tensor) -> Final:
 
 
 @dataclass(frozen=True, eq=False)
-class Gradients:
+class AttentionGradients:
     """Where a backward accumulates: contiguous buffers in the accumulating dtype.
 
     `dcaptured` are the gradients of the tensors that `captured_tensors(score_mod)` lists, in order.
@@ -115,7 +115,7 @@ def zero_like(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=accumulate_dtype(tensor.dtype), device=tensor.device)
 
 
-class Work(NamedTuple):
+class KernelWork(NamedTuple):
     """What a kernel computes at a time: blocks, in coordinates of a query buffer and a key/value buffer."""
 
     q_BHSD: Tensor
@@ -151,9 +151,9 @@ class Kernel(ABC):
         """Why this kernel cannot do what is needed; None if it can."""
 
     @abstractmethod
-    def forward(self, work: Work, state: Partial | None = None) -> Partial:
+    def forward(self, work: KernelWork, state: PartialResult | None = None) -> PartialResult:
         """Attention over the pairs of the blocks, merged into `state` in place (None: nothing seen yet)."""
 
     @abstractmethod
-    def backward(self, work: Work, final: Final, gradients: Gradients) -> None:
+    def backward(self, work: KernelWork, final: Final, gradients: AttentionGradients) -> None:
         """Adds the gradients of the pairs of the blocks to `gradients`, in place."""

@@ -25,7 +25,7 @@ from longmesh.errors import LongmeshError
 Refused = tuple[tuple[str, str], ...]  # kernels by name, and why not
 
 
-class Choice(NamedTuple):
+class ChosenKernel(NamedTuple):
     """A kernel, and in words why it and none before it."""
 
     kernel: Kernel
@@ -53,7 +53,7 @@ def need_of(q_BHSD: Tensor, v_BGKE: Tensor, score: Score, blocks: Sequence[Block
 
 
 @lru_cache(maxsize=256)
-def choose(need: Need, force: str | None = None, refused: Refused = ()) -> Choice:
+def choose(need: Need, force: str | None = None, refused: Refused = ()) -> ChosenKernel:
     """The fastest kernel that can do `need`, or the one named by `force` if it can. `refused`: not these, and why."""
     every = kernels()
     refusals = {kernel.name: kernel.refuses(need) or dict(refused).get(kernel.name) for kernel in every}
@@ -66,12 +66,12 @@ def choose(need: Need, force: str | None = None, refused: Refused = ()) -> Choic
                 f"attention kernel {force!r} can't be used here: it {refusals[force]}; "
                 f"these can: {', '.join(able) or 'none'}; or leave the choice open"
             )
-        return Choice(next(kernel for kernel in every if kernel.name == force), "asked for by name")
+        return ChosenKernel(next(kernel for kernel in every if kernel.name == force), "asked for by name")
     passed: list[str] = []
     for kernel in every:
         why = refusals[kernel.name]
         if why is None:
-            return Choice(kernel, "; ".join(passed) or "the fastest here")
+            return ChosenKernel(kernel, "; ".join(passed) or "the fastest here")
         passed.append(f"{kernel.name} {why}")
     lines = "\n".join(f"  {name} {why}" for name, why in refusals.items())
     raise LongmeshError(f"no attention kernel can do this ({need.dtype} on {need.device}):\n{lines}")

@@ -17,7 +17,7 @@ from longmesh._torch import private_op
 from longmesh.attention.kernel.base import Need
 from longmesh.attention.kernel.lower import Tiling
 from longmesh.attention.kernel.merge import accumulate_dtype
-from longmesh.attention.kernel.tiled import Shape, TiledKernel, refuses_scores
+from longmesh.attention.kernel.tiled import TiledKernel, TileShape, refuses_scores
 
 _flash = private_op("_scaled_dot_product_flash_attention_for_cpu.default", "the fused kernel on CPUs")
 _flash_backward = private_op(
@@ -42,12 +42,14 @@ class CpuFlash(TiledKernel):
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return accumulate_dtype(dtype)
 
-    def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: TileShape
+    ) -> tuple[Tensor, Tensor]:
         return _flash(q_NXLD, k_NXMD, v_NXMD, 0.0, shape.causal, attn_mask=shape.mask, scale=shape.scale)
 
     def differentiate(
         self, dout_NXLD: Tensor, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, out_NXLD: Tensor, lse_NXL: Tensor,
-        shape: Shape,
+        shape: TileShape,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         operands = (dout_NXLD, q_NXLD, k_NXMD, v_NXMD, out_NXLD, lse_NXL)
         return _flash_backward(*operands, 0.0, shape.causal, attn_mask=shape.mask, scale=shape.scale)

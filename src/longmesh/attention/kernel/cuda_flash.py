@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from longmesh._torch import aten
-from longmesh.attention.kernel.base import Final, Gradients, Kernel, Need, Work
+from longmesh.attention.kernel.base import AttentionGradients, Final, Kernel, KernelWork, Need
 from longmesh.attention.kernel.batch import fold_view
 from longmesh.attention.kernel.cuda_sdpa import refuses_device
-from longmesh.attention.kernel.merge import Partial, accumulate_dtype, empty_partial, merge_
+from longmesh.attention.kernel.merge import PartialResult, accumulate_dtype, empty_partial, merge_
 from longmesh.attention.kernel.tiled import operand, refuses_scores, safe_scale
-from longmesh.attention.kernel.varlen import Launch, launches
+from longmesh.attention.kernel.varlen import VarlenLaunch, launches
 from longmesh.attention.mask.block import Block
 
 _WIDTH = 8
@@ -52,7 +52,7 @@ def _placed(blocks: tuple[Block, ...], rows: int, keys: int, device: torch.devic
     return tuple(_place(launch, device) for launch in launches(blocks, rows, keys))
 
 
-def _place(launch: Launch, device: torch.device) -> _Placed:
+def _place(launch: VarlenLaunch, device: torch.device) -> _Placed:
     q_starts, k_starts = (torch.from_numpy(s).to(device) for s in (launch.q_starts, launch.k_starts))
     longest = int(np.diff(launch.q_starts).max()), int(np.diff(launch.k_starts).max())
     rounds, left = [], np.arange(len(launch.q_rows))
@@ -97,7 +97,7 @@ class CudaFlash(Kernel):
             why = "has no mask tensor, which a mask_mod or a bias needs"
         return why or refuses_scores(need)
 
-    def forward(self, work: Work, state: Partial | None = None) -> Partial:
+    def forward(self, work: KernelWork, state: PartialResult | None = None) -> PartialResult:
         q_BHSD, k_BGKD, v_BGKE, blocks, score, _ = work
         B, H, S, D = q_BHSD.shape
         E = v_BGKE.shape[-1]
@@ -115,14 +115,16 @@ class CudaFlash(Kernel):
             out_XTE = out_TXD.transpose(0, 1)[..., :E]
             if state is None and launch.q == slice(0, S):  # all rows, in order: the result is the state
                 dtype = accumulate_dtype(q_BHSD.dtype)
-                state = Partial(*(t.unflatten(0, (B, H)).to(dtype).contiguous() for t in (out_XTE, lse_XT)))
+                state = PartialResult(
+                    *(t.unflatten(0, (B, H)).to(dtype).contiguous() for t in (out_XTE, lse_XT))
+                )
                 continue
             state = empty_partial(q_BHSD, E) if state is None else state
             for here, there in launch.rounds:
                 _merge(state, there, _take(out_XTE, here, 1), _take(lse_XT, here, 1))
         return empty_partial(q_BHSD, E) if state is None else state
 
-    def backward(self, work: Work, final: Final, gradients: Gradients) -> None:
+    def backward(self, work: KernelWork, final: Final, gradients: AttentionGradients) -> None:
         q_BHSD, k_BGKD, v_BGKE, blocks, score, _ = work
         D, E = q_BHSD.shape[-1], v_BGKE.shape[-1]
         if q_BHSD.numel() == 0:
@@ -155,7 +157,7 @@ def _packed(*tensors_BHSD: Tensor) -> list[Tensor]:
     return [operand(t, width, t.dtype).transpose(0, 1) for t in tensors_BHSD]
 
 
-def _merge(state: Partial, rows: Tensor | slice, out_XTE: Tensor, lse_XT: Tensor) -> None:
+def _merge(state: PartialResult, rows: Tensor | slice, out_XTE: Tensor, lse_XT: Tensor) -> None:
     out, lse = fold_view(state.out_BHSD), fold_view(state.lse_BHS)
     if isinstance(rows, slice):
         merge_(out[:, rows], lse[:, rows], out_XTE, lse_XT)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from longmesh._torch import private_op
 from longmesh.attention.kernel.base import Need
 from longmesh.attention.kernel.lower import Tiling
-from longmesh.attention.kernel.tiled import Shape, TiledKernel, refuses_scores
+from longmesh.attention.kernel.tiled import TiledKernel, TileShape, refuses_scores
 
 _GPU = "the fused kernels on GPUs"
 _efficient_forward = private_op("_scaled_dot_product_efficient_attention", _GPU)
@@ -62,7 +62,9 @@ class CudaEfficient(TiledKernel):
         why = refuses_device(need, (torch.float32, torch.bfloat16, torch.float16))
         return why or refuses_scores(need)
 
-    def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: TileShape
+    ) -> tuple[Tensor, Tensor]:
         k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)
         out, lse, *_ = _efficient_forward(
             q_NXLD, k, v, _aligned(shape.mask, q_NXLD), True, 0.0, shape.causal, scale=shape.scale
@@ -71,7 +73,7 @@ class CudaEfficient(TiledKernel):
 
     def differentiate(
         self, dout_NXLD: Tensor, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, out_NXLD: Tensor, lse_NXL: Tensor,
-        shape: Shape,
+        shape: TileShape,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)
         lse = F.pad(lse_NXL, (0, -lse_NXL.shape[2] % 32), value=torch.inf)
@@ -110,7 +112,9 @@ class CudaCudnn(TiledKernel):
             why = f"takes head dims up to 128, not {max(need.head_dim, need.v_head_dim)}"
         return why or refuses_scores(need)
 
-    def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: TileShape
+    ) -> tuple[Tensor, Tensor]:
         k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)
         out, lse, *_ = _cudnn_forward(
             q_NXLD, k, v, _aligned(shape.mask, q_NXLD), True, 0.0, shape.causal, False, scale=shape.scale
@@ -119,7 +123,7 @@ class CudaCudnn(TiledKernel):
 
     def differentiate(
         self, dout_NXLD: Tensor, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, out_NXLD: Tensor, lse_NXL: Tensor,
-        shape: Shape,
+        shape: TileShape,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         L, M = q_NXLD.shape[2], k_NXMD.shape[2]
         k, v = _one_per_head(q_NXLD, k_NXMD, v_NXMD)

@@ -21,9 +21,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score, Work
-from longmesh.attention.kernel.lower import Tile, as_tile, coalesce
-from longmesh.attention.kernel.merge import Partial, empty_partial, merge_
+from longmesh.attention.kernel.base import (
+    AttentionGradients,
+    Coordinates,
+    Final,
+    Kernel,
+    KernelWork,
+    Need,
+    Score,
+)
+from longmesh.attention.kernel.lower import KernelTile, as_tile, coalesce
+from longmesh.attention.kernel.merge import PartialResult, empty_partial, merge_
 from longmesh.attention.mask.block import Block
 from longmesh.attention.mods.captured import captured_tensors
 
@@ -45,7 +53,7 @@ class Flex(Kernel):
             return "has no dropout that is independent of the layout"
         return "does not add a bias; read it in a score_mod" if need.bias else None
 
-    def forward(self, work: Work, state: Partial | None = None) -> Partial:
+    def forward(self, work: KernelWork, state: PartialResult | None = None) -> PartialResult:
         q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         state = empty_partial(q_BHSD, v_BGKE.shape[-1]) if state is None else state
         for tile in _tiles(blocks):
@@ -55,7 +63,7 @@ class Flex(Kernel):
                 merge_(state.out_BHSD[:, :, rows], state.lse_BHS[:, :, rows], out, lse)
         return state
 
-    def backward(self, work: Work, final: Final, gradients: Gradients) -> None:
+    def backward(self, work: KernelWork, final: Final, gradients: AttentionGradients) -> None:
         q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         captured = captured_tensors(score.score_mod) if gradients.dcaptured else []
         for tile in _tiles(blocks):
@@ -78,7 +86,13 @@ class Flex(Kernel):
                     total.add_(grad)
 
     def _attend(
-        self, q_BHSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, tile: Tile, score: Score, where: Coordinates
+        self,
+        q_BHSD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        tile: KernelTile,
+        score: Score,
+        where: Coordinates,
     ) -> tuple[Tensor, Tensor]:
         """FlexAttention on one tile: output and log-sum-exp of its rows."""
         rows, keys = (tile.q, tile.q + tile.rows), (tile.k, tile.k + tile.keys)
@@ -109,12 +123,12 @@ def partial_gradients(out_b: Tensor, lse_b: Tensor, final: Final, rows: slice) -
     return weight[..., None] * dout, weight * ((dout * out_b).sum(-1) - final.delta_BHS[:, :, rows])
 
 
-def _tiles(blocks: Sequence[Block]) -> list[Tile]:
+def _tiles(blocks: Sequence[Block]) -> list[KernelTile]:
     return [tile for block in coalesce(tuple(blocks)) for tile in as_tile(block)]
 
 
 def _local(
-    tile: Tile, score: Score, where: Coordinates, device: torch.device
+    tile: KernelTile, score: Score, where: Coordinates, device: torch.device
 ) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor]]:
     """score_mod and mask_mod in a tile's own indices, asking the user's functions in global ones."""
     q_L = where.q_rows(tile.q, tile.q + tile.rows, device)

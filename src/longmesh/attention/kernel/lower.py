@@ -46,7 +46,7 @@ class Tiling(NamedTuple):
     mask_elements: int = 1 << 20  # elements of a mask that a function is asked for at a time
 
 
-class Tile(NamedTuple):
+class KernelTile(NamedTuple):
     """Rows [q, q + rows) against keys [k, k + keys), where lo <= (key - k) - (row - q) <= hi."""
 
     q: int
@@ -58,7 +58,7 @@ class Tile(NamedTuple):
     elementwise: bool
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """One kernel call over tiles of one shape; rows of different tiles are disjoint.
 
     `sizes` (rows, keys of each tile) is None when every tile has the full shape. `first`: no earlier
@@ -95,7 +95,7 @@ def trim(block: Block) -> Block | None:
     return Block(q0, q1, k0, k1, lo, hi, elementwise) if q0 < q1 and k0 < k1 else None
 
 
-def as_tile(block: Block | None) -> list[Tile]:
+def as_tile(block: Block | None) -> list[KernelTile]:
     """The block as one tile (none if it is empty), with edges that bind nowhere made unbounded."""
     trimmed = trim(block) if block is not None else None
     if trimmed is None:
@@ -104,10 +104,10 @@ def as_tile(block: Block | None) -> list[Tile]:
     rows, keys, shift = q1 - q0, k1 - k0, q0 - k0
     low = lo + shift if lo + shift > 1 - rows else -UNBOUNDED
     high = hi + shift if hi + shift < keys - 1 else UNBOUNDED
-    return [Tile(q0, k0, rows, keys, low, high, elementwise)]
+    return [KernelTile(q0, k0, rows, keys, low, high, elementwise)]
 
 
-def cut(block: Block, tiling: Tiling) -> list[Tile]:
+def cut(block: Block, tiling: Tiling) -> list[KernelTile]:
     """The tiles of one block: an exact disjoint cover of it."""
     (tile,) = as_tile(block) or (None,)
     if tile is None:
@@ -124,7 +124,7 @@ def cut(block: Block, tiling: Tiling) -> list[Tile]:
     return _masked_strips(tile, tile.keys, _rows_for(tile.keys, tiling), tiling)
 
 
-def _block(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Block:
+def _block(tile: KernelTile, q0: int, q1: int, k0: int, k1: int) -> Block:
     """The part of a tile in buffer coordinates; an unbounded edge stays so."""
     shift = tile.k - tile.q
     lo = -UNBOUNDED if tile.lo == -UNBOUNDED else tile.lo + shift
@@ -136,7 +136,7 @@ def _rows_for(keys: int, tiling: Tiling) -> int:
     return tiling.narrow_rows if keys < 2 * tiling.narrow_rows else tiling.rows
 
 
-def _masked_strips(tile: Tile, width: int, rows: int, tiling: Tiling) -> list[Tile]:
+def _masked_strips(tile: KernelTile, width: int, rows: int, tiling: Tiling) -> list[KernelTile]:
     """Strips with a mask over each; where a row sees so much that a mask is dear, with one over its edges only."""
     strips = _strips(tile, rows)
     return (
@@ -146,7 +146,7 @@ def _masked_strips(tile: Tile, width: int, rows: int, tiling: Tiling) -> list[Ti
     )
 
 
-def _window(tile: Tile, tiling: Tiling) -> list[Tile]:
+def _window(tile: KernelTile, tiling: Tiling) -> list[KernelTile]:
     """A band with two edges: the rows that see all its width in equal strips; those at its ends see less."""
     width = tile.hi - tile.lo
     rows = next((rows for widest, rows in tiling.bands if width <= widest), tiling.rows)
@@ -164,7 +164,7 @@ def _window(tile: Tile, tiling: Tiling) -> list[Tile]:
     return found
 
 
-def _strips(tile: Tile, rows: int) -> list[Tile]:
+def _strips(tile: KernelTile, rows: int) -> list[KernelTile]:
     """Cut by rows, in strips of `rows` and a last one of about as many, each with the keys its rows see.
 
     Not in equal strips: the CPU kernel works on 64 rows at a time, and a strip of 193 costs it as much as one of 256.
@@ -178,7 +178,7 @@ def _strips(tile: Tile, rows: int) -> list[Tile]:
     ]
 
 
-def _rectangle_and_triangle(tile: Tile, tiling: Tiling) -> list[Tile]:
+def _rectangle_and_triangle(tile: KernelTile, tiling: Tiling) -> list[KernelTile]:
     """A wide tile with a right edge: what all rows see, and the triangle (causal mode if it is long too)."""
     if tile.hi == 0:
         return [tile]
@@ -187,7 +187,7 @@ def _rectangle_and_triangle(tile: Tile, tiling: Tiling) -> list[Tile]:
     return full + cut(_block(tile, tile.q, end, split, tile.k + tile.keys), tiling)
 
 
-def _edges_apart(strip: Tile) -> list[Tile]:
+def _edges_apart(strip: KernelTile) -> list[KernelTile]:
     """A wide strip as its left edge, the keys that all rows see, and its right edge."""
     left = (
         strip.rows + strip.lo - 1 if strip.lo != -UNBOUNDED else 0
@@ -213,10 +213,10 @@ def coalesce(blocks: tuple[Block, ...]) -> list[Block]:
 
 
 @lru_cache(maxsize=512)
-def lower(blocks: tuple[Block, ...], tiling: Tiling) -> tuple[Call, ...]:
+def lower(blocks: tuple[Block, ...], tiling: Tiling) -> tuple[KernelCall, ...]:
     """The kernel calls that compute `blocks`, in order."""
     tiles = sorted(tile for block in coalesce(blocks) for tile in cut(block, tiling))
-    groups: dict[tuple, list[list[Tile]]] = {}
+    groups: dict[tuple, list[list[KernelTile]]] = {}
     for tile in tiles:
         key, batched = _group_key(tile, tiling)
         for group in groups.setdefault(key, [])[-8:]:
@@ -228,7 +228,7 @@ def lower(blocks: tuple[Block, ...], tiling: Tiling) -> tuple[Call, ...]:
     return _mark_first([_call(key, group) for key, found in groups.items() for group in found])
 
 
-def _group_key(tile: Tile, tiling: Tiling) -> tuple[tuple, bool]:
+def _group_key(tile: KernelTile, tiling: Tiling) -> tuple[tuple, bool]:
     """The shape of the call a tile can join, and whether it can join others at all."""
     shape = (tile.rows, tile.keys, tile.lo, tile.hi, tile.elementwise)
     small = tile.rows < tiling.small_rows and tile.keys < 2 * tiling.small_rows and not tile.elementwise
@@ -242,7 +242,7 @@ def _group_key(tile: Tile, tiling: Tiling) -> tuple[tuple, bool]:
     return (*shape, False), True
 
 
-def _fits(group: list[Tile], tile: Tile, key: tuple, tiling: Tiling) -> bool:
+def _fits(group: list[KernelTile], tile: KernelTile, key: tuple, tiling: Tiling) -> bool:
     """Whether `tile` can join: rows disjoint and ascending, and (unless padded) a constant step."""
     last, padded, count = group[-1], key[-1], len(group) + 1
     if tile.q < last.q + last.rows:
@@ -257,25 +257,27 @@ def _fits(group: list[Tile], tile: Tile, key: tuple, tiling: Tiling) -> bool:
     return (step_q, step_k) == (last.q - group[-2].q, last.k - group[-2].k)
 
 
-def _call(key: tuple, group: list[Tile]) -> Call:
+def _call(key: tuple, group: list[KernelTile]) -> KernelCall:
     rows, keys, lo, hi, elementwise, padded = key
     sizes = tuple((tile.rows, tile.keys) for tile in group)
     if all(size == sizes[0] for size in sizes):
         (rows, keys), padded = sizes[0], False
     q_starts, k_starts = tuple(tile.q for tile in group), tuple(tile.k for tile in group)
-    return Call(rows, keys, lo, hi, elementwise, q_starts, k_starts, sizes if padded else None, first=False)
+    return KernelCall(
+        rows, keys, lo, hi, elementwise, q_starts, k_starts, sizes if padded else None, first=False
+    )
 
 
-def num_first(calls: tuple[Call, ...]) -> int:
+def num_first(calls: tuple[KernelCall, ...]) -> int:
     """Rows that the first call to touch them writes, rather than merges into what is there."""
     first = [call for call in calls if call.first]
     return sum(sum(r for r, _ in c.sizes) if c.sizes else c.rows * len(c.q_starts) for c in first)
 
 
-def _mark_first(calls: list[Call]) -> tuple[Call, ...]:
+def _mark_first(calls: list[KernelCall]) -> tuple[KernelCall, ...]:
     """Marks the calls whose rows no earlier call has touched."""
     touched = bytearray(max((q + call.rows for call in calls for q in call.q_starts), default=0))
-    marked: list[Call] = []
+    marked: list[KernelCall] = []
     for call in calls:
         sizes = call.sizes or ((call.rows, call.keys),) * len(call.q_starts)
         rows = [(q, q + size) for q, (size, _) in zip(call.q_starts, sizes, strict=True)]

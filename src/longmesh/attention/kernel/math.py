@@ -18,15 +18,23 @@ import torch
 from torch import Tensor
 
 from longmesh.attention.kernel import scores
-from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score, Work
+from longmesh.attention.kernel.base import (
+    AttentionGradients,
+    Coordinates,
+    Final,
+    Kernel,
+    KernelWork,
+    Need,
+    Score,
+)
 from longmesh.attention.kernel.lower import as_tile, coalesce
-from longmesh.attention.kernel.merge import Partial, accumulate_dtype, empty_partial, merge_
+from longmesh.attention.kernel.merge import PartialResult, accumulate_dtype, empty_partial, merge_
 from longmesh.attention.mask.block import Block
 from longmesh.attention.mods.captured import captured_tensors
 from longmesh.attention.mods.pairwise import apply_score_mod
 
 
-class _Tile(NamedTuple):
+class _ScoreTile(NamedTuple):
     rows: slice
     keys: slice
     at: tuple[Tensor, Tensor, Tensor, Tensor]  # global batch, head, row and key indices
@@ -46,7 +54,7 @@ class Math(Kernel):
             return f"takes floating point, not {need.dtype}"
         return None
 
-    def forward(self, work: Work, state: Partial | None = None) -> Partial:
+    def forward(self, work: KernelWork, state: PartialResult | None = None) -> PartialResult:
         q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         state = empty_partial(q_BHSD, v_BGKE.shape[-1]) if state is None else state
         q, k, v = _operands(q_BHSD, k_BGKD, v_BGKE)
@@ -62,7 +70,7 @@ class Math(Kernel):
                 merge_(state.out_BHSD[:, :, rows], state.lse_BHS[:, :, rows], out.flatten(1, 2), lse)
         return state
 
-    def backward(self, work: Work, final: Final, gradients: Gradients) -> None:
+    def backward(self, work: KernelWork, final: Final, gradients: AttentionGradients) -> None:
         q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         q, k, v = _operands(q_BHSD, k_BGKD, v_BGKE)
         scale = score.scale_for(q.shape[-1])
@@ -93,7 +101,9 @@ class Math(Kernel):
             gradients.dq_BHSD[:, :, rows] += (ds @ k[:, :, None, keys]).flatten(1, 2)
             gradients.dk_BGKD[:, :, keys] += (ds.mT @ _per_kv_head(q[:, :, rows], v)).sum(2)
 
-    def _tiles(self, blocks: Sequence[Block], score: Score, where: Coordinates, q: Tensor) -> Iterator[_Tile]:
+    def _tiles(
+        self, blocks: Sequence[Block], score: Score, where: Coordinates, q: Tensor
+    ) -> Iterator[_ScoreTile]:
         """The non-empty tiles of the blocks, with what is needed to know who sees whom."""
         B, H, _, _ = q.shape
         for block in coalesce(tuple(blocks)):
@@ -105,7 +115,7 @@ class Math(Kernel):
                         rows, keys = (t.q, t.q + t.rows), (t.k, t.k + t.keys)
                         at = scores.indices(rows, keys, (B, H), where, q.device)
                         seen = scores.visible(t.lo, t.hi, t.elementwise, score, at, t.rows, t.keys)
-                        yield _Tile(slice(*rows), slice(*keys), at, seen)
+                        yield _ScoreTile(slice(*rows), slice(*keys), at, seen)
 
 
 def _operands(*tensors: Tensor) -> list[Tensor]:
@@ -117,18 +127,18 @@ def _per_kv_head(tensor_BHLM: Tensor, kv_BGKD: Tensor) -> Tensor:
     return tensor_BHLM.unflatten(1, (kv_BGKD.shape[1], -1))
 
 
-def _dot(q_BHSD: Tensor, k_BGKD: Tensor, score: Score, tile: _Tile) -> Tensor:
+def _dot(q_BHSD: Tensor, k_BGKD: Tensor, score: Score, tile: _ScoreTile) -> Tensor:
     q = _per_kv_head(q_BHSD[:, :, tile.rows], k_BGKD)
     return (q @ k_BGKD[:, :, None, tile.keys].mT).flatten(1, 2) * score.scale_for(q_BHSD.shape[-1])
 
 
-def _modified(dot_BHLM: Tensor, score: Score, tile: _Tile) -> Tensor:
+def _modified(dot_BHLM: Tensor, score: Score, tile: _ScoreTile) -> Tensor:
     if score.score_mod is None:
         return dot_BHLM
     return apply_score_mod(score.score_mod, dot_BHLM, tile.at)
 
 
-def _biased(s_BHLM: Tensor, score: Score, tile: _Tile) -> Tensor:
+def _biased(s_BHLM: Tensor, score: Score, tile: _ScoreTile) -> Tensor:
     return (
         s_BHLM
         if score.bias is None
@@ -136,11 +146,11 @@ def _biased(s_BHLM: Tensor, score: Score, tile: _Tile) -> Tensor:
     )
 
 
-def _scores(q_BHSD: Tensor, k_BGKD: Tensor, score: Score, tile: _Tile) -> Tensor:
+def _scores(q_BHSD: Tensor, k_BGKD: Tensor, score: Score, tile: _ScoreTile) -> Tensor:
     return _biased(_modified(_dot(q_BHSD, k_BGKD, score, tile), score, tile), score, tile)
 
 
-def _masked(s_BHLM: Tensor, tile: _Tile) -> Tensor:
+def _masked(s_BHLM: Tensor, tile: _ScoreTile) -> Tensor:
     return s_BHLM if tile.seen is None else s_BHLM.masked_fill(~tile.seen, -torch.inf)
 
 

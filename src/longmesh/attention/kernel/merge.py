@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 
-class Partial(NamedTuple):
+class PartialResult(NamedTuple):
     """The running result of one rank's queries: updated in place, stage after stage."""
 
     out_BHSD: Tensor
@@ -32,16 +32,16 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def blank_partial(q_BHSD: Tensor, v_head_dim: int) -> Partial:
+def blank_partial(q_BHSD: Tensor, v_head_dim: int) -> PartialResult:
     """A result to be written: it holds no numbers yet. Rows are outermost in memory, as in the CPU kernel's."""
     B, H, S, _ = q_BHSD.shape
     dtype = accumulate_dtype(q_BHSD.dtype)
     out_SBHD = torch.empty((S, B, H, v_head_dim), dtype=dtype, device=q_BHSD.device)
     lse_SBH = torch.empty((S, B, H), dtype=dtype, device=q_BHSD.device)
-    return Partial(out_SBHD.permute(1, 2, 0, 3), lse_SBH.permute(1, 2, 0))
+    return PartialResult(out_SBHD.permute(1, 2, 0, 3), lse_SBH.permute(1, 2, 0))
 
 
-def empty_partial(q_BHSD: Tensor, v_head_dim: int) -> Partial:
+def empty_partial(q_BHSD: Tensor, v_head_dim: int) -> PartialResult:
     """The result of having seen no key: 0 and -inf."""
     partial = blank_partial(q_BHSD, v_head_dim)
     partial.out_BHSD.zero_()
@@ -56,7 +56,7 @@ def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     torch.logaddexp(lse, lse_b.to(lse.dtype), out=lse)
 
 
-def apply_sinks(state: Partial, sinks_H: Tensor) -> Partial:
+def apply_sinks(state: PartialResult, sinks_H: Tensor) -> PartialResult:
     """Adds one logit per head to every row's denominator (its value is 0). Once, after the last merge.
 
     The new log-sum-exp is also the one the backward needs: each block's probabilities come out with

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longmesh.attention.kernel.base import Coordinates, Score
-from longmesh.attention.kernel.lower import Call
+from longmesh.attention.kernel.lower import KernelCall
 from longmesh.attention.mods.pairwise import apply_mask_mod
 
 
@@ -77,7 +77,7 @@ def visible(
 
 
 def additive_mask(
-    call: Call, score: Score, where: Coordinates, heads: tuple[int, int], like: Tensor
+    call: KernelCall, score: Score, where: Coordinates, heads: tuple[int, int], like: Tensor
 ) -> Tensor:
     """Band, mask_mod and bias of a one-tile call as one additive mask (1, X or 1, L, M)."""
     (q,), (k,) = call.q_starts, call.k_starts

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from longmesh._torch import is_tracing
-from longmesh.attention.kernel.base import Gradients, Kernel, Need, Score, Work, finish, zero_like
+from longmesh.attention.kernel.base import (
+    AttentionGradients,
+    Kernel,
+    KernelWork,
+    Need,
+    Score,
+    finish,
+    zero_like,
+)
 from longmesh.attention.kernel.choose import Refused, choose, kernels
 from longmesh.attention.kernel.math import Math
 from longmesh.attention.mask.block import Block
@@ -110,9 +118,9 @@ def _run(kernel: Kernel, need: Need, device: torch.device) -> Sequence[Tensor]:
         bias=make(1, 4, _KEYS, _KEYS) if need.bias else None,
     )
     blocks = [block._replace(elementwise=need.elementwise) for block in _BLOCKS]
-    work = Work(q, k, v, blocks, score)
+    work = KernelWork(q, k, v, blocks, score)
     state = kernel.forward(work)
-    gradients = Gradients(zero_like(q), zero_like(k), zero_like(v))
+    gradients = AttentionGradients(zero_like(q), zero_like(k), zero_like(v))
     kernel.backward(work, finish(state.out_BHSD, state.lse_BHS, dout), gradients)
     return state.out_BHSD, state.lse_BHS.exp(), gradients.dq_BHSD, gradients.dk_BGKD, gradients.dv_BGKE
 

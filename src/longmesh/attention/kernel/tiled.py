@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longmesh.attention.kernel.base import Coordinates, Final, Gradients, Kernel, Need, Score, Work
+from longmesh.attention.kernel.base import (
+    AttentionGradients,
+    Coordinates,
+    Final,
+    Kernel,
+    KernelWork,
+    Need,
+    Score,
+)
 from longmesh.attention.kernel.batch import (
     add_tiles_,
     band_mask,
@@ -30,13 +38,13 @@ from longmesh.attention.kernel.batch import (
     merge_tiles_,
     read_tiles,
 )
-from longmesh.attention.kernel.lower import Call, Tiling, lower, num_first
-from longmesh.attention.kernel.merge import Partial, accumulate_dtype, blank_partial, empty_partial
+from longmesh.attention.kernel.lower import KernelCall, Tiling, lower, num_first
+from longmesh.attention.kernel.merge import PartialResult, accumulate_dtype, blank_partial, empty_partial
 from longmesh.attention.kernel.scores import additive_mask
 from longmesh.attention.mask.block import Block
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """How one fused call is masked: causal (top left aligned), or by a mask tensor, or not."""
 
     causal: bool
@@ -52,20 +60,22 @@ class TiledKernel(Kernel):
     pad_head_dim_to: int = 1
 
     @abstractmethod
-    def attend(self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, shape: TileShape
+    ) -> tuple[Tensor, Tensor]:
         """The output (N, X, L, D) and the log-sum-exp (N, X, L) of the tiles."""
 
     @abstractmethod
     def differentiate(
         self, dout_NXLD: Tensor, q_NXLD: Tensor, k_NXMD: Tensor, v_NXMD: Tensor, out_NXLD: Tensor, lse_NXL: Tensor,
-        shape: Shape,
+        shape: TileShape,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of q, k and v of the tiles, given the final output and log-sum-exp of their rows."""
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def forward(self, work: Work, state: Partial | None = None) -> Partial:
+    def forward(self, work: KernelWork, state: PartialResult | None = None) -> PartialResult:
         q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         B, H, S, D = q_BHSD.shape
         E, fresh = v_BGKE.shape[-1], state is None
@@ -90,13 +100,13 @@ class TiledKernel(Kernel):
                 lse, out = lse.masked_fill(hidden, -torch.inf), out.masked_fill(hidden[..., None], 0.0)
             if state is None:  # one call for all rows: its result is the state
                 dtype = accumulate_dtype(q_BHSD.dtype)
-                return Partial(*(t[0].unflatten(0, (B, H)).to(dtype) for t in (out[..., :E], lse)))
+                return PartialResult(*(t[0].unflatten(0, (B, H)).to(dtype) for t in (out[..., :E], lse)))
             folded = fold_view(state.out_BHSD), fold_view(state.lse_BHS)
             merge_tiles_(*folded, out[..., :E], lse, call.q_starts, rows, first=fresh and call.first)
         assert state is not None
         return state
 
-    def backward(self, work: Work, final: Final, gradients: Gradients) -> None:
+    def backward(self, work: KernelWork, final: Final, gradients: AttentionGradients) -> None:
         q_BHSD, k_BGKD, v_BGKE, blocks, score, where = work
         calls = _calls(blocks, score, self.backward_tiling)
         if not calls or q_BHSD.numel() == 0:
@@ -140,7 +150,7 @@ def refuses_scores(need: Need) -> str | None:
     return None
 
 
-def _calls(blocks: Sequence[Block], score: Score, tiling: Tiling) -> tuple[Call, ...]:
+def _calls(blocks: Sequence[Block], score: Score, tiling: Tiling) -> tuple[KernelCall, ...]:
     """The lowered blocks. A bias differs from tile to tile, so its blocks are asked for one by one."""
     if score.bias is not None:
         blocks = [block._replace(elementwise=True) for block in blocks]
@@ -158,7 +168,7 @@ def operand(tensor_BHSD: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return F.pad(folded, (0, width - folded.shape[-1])) if folded.shape[-1] < width else folded
 
 
-def _sizes(call: Call) -> tuple[list[int] | None, list[int] | None]:
+def _sizes(call: KernelCall) -> tuple[list[int] | None, list[int] | None]:
     if call.sizes is None:
         return None, None
     return [rows for rows, _ in call.sizes], [keys for _, keys in call.sizes]
@@ -179,10 +189,10 @@ class _Shapes:
         self._scale = scale
         self._masks: dict[tuple, Tensor] = {}
 
-    def of(self, call: Call) -> Shape:
-        return Shape(call.causal, self._mask(call), self._scale)
+    def of(self, call: KernelCall) -> TileShape:
+        return TileShape(call.causal, self._mask(call), self._scale)
 
-    def _mask(self, call: Call) -> Tensor | None:
+    def _mask(self, call: KernelCall) -> Tensor | None:
         if call.elementwise:
             mask = additive_mask(call, self._score, self._where, self._heads, self._like)
             return mask.expand(1, -1, call.rows, call.keys)

@@ -40,7 +40,7 @@ class Joint(NamedTuple):
     window: Window
 
 
-class Launch(NamedTuple):
+class VarlenLaunch(NamedTuple):
     """One call: the rows of both buffers in order, where sequences begin, and the window of all of them."""
 
     q_rows: np.ndarray
@@ -94,7 +94,7 @@ def _joined(pieces: list[Joint]) -> list[Joint]:
 
 
 @lru_cache(maxsize=512)
-def launches(blocks: tuple[Block, ...], query_rows: int, key_rows: int) -> tuple[Launch, ...]:
+def launches(blocks: tuple[Block, ...], query_rows: int, key_rows: int) -> tuple[VarlenLaunch, ...]:
     """The launches that compute `blocks`, which lie in buffers of `query_rows` and `key_rows` rows."""
     by_window: dict[Window, list[Joint]] = {}
     for block in coalesce(blocks):
@@ -144,9 +144,9 @@ class _Open:
                 taken[a:b] = True
         self._sequences.append(piece)
 
-    def close(self) -> Launch:
+    def close(self) -> VarlenLaunch:
         q, k = [_rows(piece.q) for piece in self._sequences], [_rows(piece.k) for piece in self._sequences]
-        return Launch(np.concatenate(q), np.concatenate(k), _starts(q), _starts(k), self._window)
+        return VarlenLaunch(np.concatenate(q), np.concatenate(k), _starts(q), _starts(k), self._window)
 
 
 def _rows(runs: Runs) -> np.ndarray:

@@ -5,11 +5,11 @@ It stands for a choice that planning makes; it cuts nothing by itself.
 
 import dataclasses
 
-from longmesh.attention.layout.base import Layout, Ownership, Workload
+from longmesh.attention.layout.base import Ownership, TokenLayout, Workload
 
 
 @dataclasses.dataclass(frozen=True)
-class Auto(Layout):
+class Auto(TokenLayout):
     """The layout that the cost model finds fastest; planning puts it in place of this.
 
     >>> print(plan_attention(seq_len=4096, ranks=4, mask=masks.sliding_window(64), layout=Auto()).layout)

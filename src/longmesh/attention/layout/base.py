@@ -1,4 +1,4 @@
-"""Layout: which rank owns which tokens, as a value, and what it decides: an `Ownership`.
+"""TokenLayout: which rank owns which tokens, as a value, and what it decides: an `Ownership`.
 
     zigzag of 8 chunks on 4 ranks      coordinates: where a token stands in the plan's arithmetic. Equal
     |0|1|2|3|3|2|1|0|                  to its position, except for a striped layout, whose stripes
@@ -7,7 +7,7 @@
 A rank's local tokens are its intervals in the order listed. `permutation` puts the global sequence in
 rank order, `restore` brings it back. Nothing has to divide anything: a rank may own no token.
 
-A layout of your own is a subclass of `Layout` with one method; `tokens` of a rank may be any
+A layout of your own is a subclass of `TokenLayout` with one method; `tokens` of a rank may be any
 intervals, each token owned once.
 """
 
@@ -18,8 +18,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from longmesh.attention.plan.kept import PickledByFields
+from longmesh.attention.plan.cached_values import PickledByFields
 from longmesh.errors import LongmeshError
+from longmesh.renamed import renamed
 
 Interval = tuple[int, int]
 
@@ -128,12 +129,12 @@ class Workload:
     keys: Ownership | None = None
 
 
-class Layout(abc.ABC):
+class TokenLayout(abc.ABC):
     """How a sequence is cut. Subclasses are frozen dataclasses, so that plans can be cached.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True)
-    ... class Halves(Layout):
+    ... class Halves(TokenLayout):
     ...     def assign(self, work, ranks):
     ...         middle = work.seq_len // 2
     ...         return Ownership(work.seq_len, (((0, middle),), ((middle, work.seq_len),)))
@@ -169,3 +170,6 @@ def collect(seq_len: int, ranks: int, owned: Sequence[tuple[int, int, int]], str
         else:
             mine.append((start, stop))
     return Ownership(seq_len, tuple(map(tuple, pieces)), stride)
+
+
+__getattr__ = renamed(__name__, {"Layout": "TokenLayout"})

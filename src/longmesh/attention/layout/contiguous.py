@@ -6,11 +6,11 @@ rank nearly idle.
 
 import dataclasses
 
-from longmesh.attention.layout.base import Layout, Ownership, Workload, collect, even_bounds
+from longmesh.attention.layout.base import Ownership, TokenLayout, Workload, collect, even_bounds
 
 
 @dataclasses.dataclass(frozen=True)
-class Contiguous(Layout):
+class Contiguous(TokenLayout):
     """One stretch of the sequence for each rank.
 
     >>> plan_attention(seq_len=10, ranks=3, layout=Contiguous(), exchange="ring").rows[0].ownership.pieces

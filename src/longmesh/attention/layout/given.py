@@ -1,13 +1,13 @@
-"""Given: a layout somebody has already decided on, for another mask over the same tokens."""
+"""GivenLayout: a layout somebody has already decided on, for another mask over the same tokens."""
 
 import dataclasses
 
-from longmesh.attention.layout.base import Layout, Ownership, Workload
+from longmesh.attention.layout.base import Ownership, TokenLayout, Workload
 from longmesh.errors import LongmeshError
 
 
 @dataclasses.dataclass(frozen=True)
-class Given(Layout):
+class GivenLayout(TokenLayout):
     """The ownership of another plan. For one sequence length and number of ranks."""
 
     ownership: Ownership
@@ -20,3 +20,6 @@ class Given(Layout):
                 f"{work.seq_len} over {ranks}; make one for these sizes"
             )
         return own
+
+    def __str__(self) -> str:
+        return "as given"

@@ -1,7 +1,7 @@
 """The layouts by their short names: one table, and the lookup that explains itself."""
 
 from longmesh.attention.layout.auto import Auto
-from longmesh.attention.layout.base import Layout
+from longmesh.attention.layout.base import TokenLayout
 from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.ordered import Ordered
 from longmesh.attention.layout.per_document import PerDocument
@@ -11,7 +11,7 @@ from longmesh.attention.layout.striped import Striped
 from longmesh.attention.layout.zigzag import Zigzag
 from longmesh.errors import LongmeshError
 
-LAYOUTS: dict[str, Layout] = {
+LAYOUTS: dict[str, TokenLayout] = {
     "contiguous": Contiguous(),
     "ordered": Ordered(),
     "zigzag": Zigzag(),
@@ -23,13 +23,13 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def layout_of(choice: Layout | str) -> Layout:
+def layout_of(choice: TokenLayout | str) -> TokenLayout:
     """The layout, or the one of that name."""
-    if isinstance(choice, Layout):
+    if isinstance(choice, TokenLayout):
         return choice
     if choice not in LAYOUTS:
         raise LongmeshError(
             f"layout={choice!r} is not known; use one of {', '.join(LAYOUTS)}, "
-            "or a value such as layout=Zigzag() or a Layout of your own"
+            "or a value such as layout=Zigzag() or a TokenLayout of your own"
         )
     return LAYOUTS[choice]

@@ -9,13 +9,13 @@ Others permute tokens before and after every recurrent layer; here they stay.
 
 import dataclasses
 
-from longmesh.attention.layout.base import Layout, Ownership, Workload
+from longmesh.attention.layout.base import Ownership, TokenLayout, Workload
 from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.rebalance import rebalance
 
 
 @dataclasses.dataclass(frozen=True)
-class Ordered(Layout):
+class Ordered(TokenLayout):
     """One stretch of the sequence for each rank; some blocks are computed away from home.
 
     >>> plan = plan_attention(seq_len=4096, ranks=4, layout=Ordered())

@@ -7,13 +7,13 @@ slice connects with the rest. The rank that begins turns, so that remainders eve
 
 import dataclasses
 
-from longmesh.attention.layout.base import Layout, Ownership, Workload, collect
+from longmesh.attention.layout.base import Ownership, TokenLayout, Workload, collect
 from longmesh.attention.layout.components import components
 from longmesh.attention.layout.zigzag import zigzag_parts
 
 
 @dataclasses.dataclass(frozen=True)
-class PerDocument(Layout):
+class PerDocument(TokenLayout):
     """Every document cut head-tail over all ranks.
 
     >>> mask = masks.documents([8, 4])

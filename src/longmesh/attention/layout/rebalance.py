@@ -31,7 +31,7 @@ MIN_WIDTH = 64  # tokens; narrower strips cost more in calls than they balance
 MIN_PART = 3  # a move brings at least this part of what is to be moved
 
 
-class Move(NamedTuple):
+class MovedWork(NamedTuple):
     cost: float  # keys' worth of traffic for each pair
     rectangle: Rectangle
     to: int
@@ -100,7 +100,7 @@ def rebalance(slices: Array, owned: Ownership, query_cost: float, keys: Ownershi
 
 def _cheapest_move(
     mine: Array, pairs: Array, busy: int, load: Array, mean: int, table: Array, query_cost: float
-) -> Move | None:
+) -> MovedWork | None:
     if len(mine) == 0:
         return None
     known = _to_key_owner(mine, busy, load, mean, table, query_cost)
@@ -112,7 +112,7 @@ def _cheapest_move(
 
 def _to_key_owner(
     mine: Array, busy: int, load: Array, mean: int, table: Array, query_cost: float
-) -> Move | None:
+) -> MovedWork | None:
     """The cheapest move of kind 1 or 2: to a rank that owns the keys and has room."""
     first = table[:, 1].searchsorted(mine[:, K0], side="right")
     count = table[:, 0].searchsorted(mine[:, K1], side="left") - first
@@ -149,10 +149,10 @@ def _to_key_owner(
         rectangle = (int(q1[i] - some_rows[i]), int(q1[i]), int(k0[i]), int(k1[i]))
     else:
         rectangle = (int(q0[i]), int(q1[i]), int(k0[i]), int(k0[i] + some_keys[i]))
-    return Move(float(cost[best]), rectangle, int(table[b[i], 2]))
+    return MovedWork(float(cost[best]), rectangle, int(table[b[i], 2]))
 
 
-def _to_idlest(row: Array, busy: int, load: Array, mean: int, query_cost: float) -> Move | None:
+def _to_idlest(row: Array, busy: int, load: Array, mean: int, query_cost: float) -> MovedWork | None:
     """A move of kind 3: the last queries and first keys of the largest row."""
     idlest = int(load.argmin())
     wanted = int(min(load[busy] - mean, mean - load[idlest]))
@@ -164,4 +164,4 @@ def _to_idlest(row: Array, busy: int, load: Array, mean: int, query_cost: float)
     if high * wide < MIN_WIDTH * MIN_WIDTH // 16:
         return None
     rectangle = (q1 - high, q1, k0, k0 + wide)
-    return Move((query_cost * high + wide) / (high * wide), rectangle, idlest)
+    return MovedWork((query_cost * high + wide) / (high * wide), rectangle, idlest)

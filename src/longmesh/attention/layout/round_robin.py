@@ -10,12 +10,12 @@ import dataclasses
 
 import numpy as np
 
-from longmesh.attention.layout.base import Layout, Ownership, Workload, collect
+from longmesh.attention.layout.base import Ownership, TokenLayout, Workload, collect
 from longmesh.attention.mask.slices import keys_per_query
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundRobin(Layout):
+class RoundRobin(TokenLayout):
     """Chunks sorted by their work, dealt to the ranks there and back.
 
     >>> mask = masks.documents([3000, 500, 596])

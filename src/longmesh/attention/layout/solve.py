@@ -15,7 +15,7 @@ import numpy as np
 
 from longmesh.attention.exchange.fragment import START, STOP, no_fragments
 from longmesh.attention.exchange.needs import Needs
-from longmesh.attention.layout.base import Layout, Ownership, Workload
+from longmesh.attention.layout.base import Ownership, TokenLayout, Workload
 from longmesh.attention.layout.components import components
 from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.fill import fill_ranks
@@ -30,7 +30,7 @@ DEAR_QUERY = 2.0  # from this cost of a query in keys on, less is computed away 
 
 
 @dataclasses.dataclass(frozen=True)
-class Solve(Layout):
+class Solve(TokenLayout):
     """Equal tokens, equal area and little traffic; some blocks are computed away from home.
 
     >>> plan = plan_attention(seq_len=4096, ranks=4, mask=masks.documents([3000, 500, 596]), layout=Solve())

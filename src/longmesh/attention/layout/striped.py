@@ -6,11 +6,11 @@ every other's keys. A band stays a band between two stripes, so the blocks stay 
 
 import dataclasses
 
-from longmesh.attention.layout.base import Layout, Ownership, Workload, collect
+from longmesh.attention.layout.base import Ownership, TokenLayout, Workload, collect
 
 
 @dataclasses.dataclass(frozen=True)
-class Striped(Layout):
+class Striped(TokenLayout):
     """Token t belongs to rank t % n.
 
     >>> plan_attention(seq_len=7, ranks=2, layout=Striped(), exchange="ring").rows[0].positions(1)

@@ -6,7 +6,7 @@ documents it balances nothing and cuts most of them.
 
 import dataclasses
 
-from longmesh.attention.layout.base import Layout, Ownership, Workload, collect, even_bounds
+from longmesh.attention.layout.base import Ownership, TokenLayout, Workload, collect, even_bounds
 
 
 def zigzag_parts(start: int, stop: int, ranks: int, first: int = 0) -> list[tuple[int, int, int]]:
@@ -28,7 +28,7 @@ def zigzag_parts(start: int, stop: int, ranks: int, first: int = 0) -> list[tupl
 
 
 @dataclasses.dataclass(frozen=True)
-class Zigzag(Layout):
+class Zigzag(TokenLayout):
     """Of 2n parts rank r owns part r and part 2n - 1 - r: the head-tail cut.
 
     >>> plan_attention(seq_len=8, ranks=2, layout=Zigzag(), exchange="ring").rows[0].ownership.pieces

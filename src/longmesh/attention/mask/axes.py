@@ -15,7 +15,7 @@ from longmesh.attention.mask.slices import Q0, Q1, shift_band
 from longmesh.errors import LongmeshError
 
 
-class Axes(NamedTuple):
+class SequenceAxes(NamedTuple):
     """`seq_len` queries and `kv_len` keys; query i stands at position `i + q_offset` of the keys."""
 
     seq_len: int
@@ -34,7 +34,7 @@ class Axes(NamedTuple):
         return f"{self.seq_len} queries and {self.kv_len} keys{where}"
 
 
-def axes_of(mask: Mask, seq_len: int, kv_len: int | None, q_offset: int | None) -> Axes:
+def axes_of(mask: Mask, seq_len: int, kv_len: int | None, q_offset: int | None) -> SequenceAxes:
     """The axes, with what was not given filled in: as many keys as queries, the last ones at the end of the keys."""
     keys = seq_len if kv_len is None else kv_len
     if q_offset is None:
@@ -49,10 +49,10 @@ def axes_of(mask: Mask, seq_len: int, kv_len: int | None, q_offset: int | None) 
         raise LongmeshError(
             f"q_offset={q_offset}: mask {mask} numbers queries from 0 by itself; leave q_offset= out"
         )
-    return Axes(seq_len, keys, q_offset)
+    return SequenceAxes(seq_len, keys, q_offset)
 
 
-def slices_on(mask: Mask, axes: Axes, row: int = 0, num_heads: int = 1) -> np.ndarray:
+def slices_on(mask: Mask, axes: SequenceAxes, row: int = 0, num_heads: int = 1) -> np.ndarray:
     """The visible pairs of a batch row as slices, queries and keys both numbered from 0."""
     if axes.is_one_sequence:
         return slices_of(mask, axes.seq_len, row=row, num_heads=num_heads)

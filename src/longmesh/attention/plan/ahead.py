@@ -49,17 +49,17 @@ serve()
 """
 
 
-class Planned(NamedTuple):
+class MadePlan(NamedTuple):
     """A plan, and what one rank does under it, for each batch row."""
 
     plan: AttentionPlan
     rank_plans: tuple[RankPlan, ...]
 
 
-def make_plan(request: Request, rank: int) -> Planned:
+def make_plan(request: Request, rank: int) -> MadePlan:
     """The plan, made here."""
     plan = plan_attention(**request)
-    return Planned(plan, tuple(row.rank(rank) for row in plan.rows))
+    return MadePlan(plan, tuple(row.rank(rank) for row in plan.rows))
 
 
 def key_of(request: Request) -> Hashable:
@@ -98,7 +98,7 @@ class PlansAhead:
         while len(self._coming) > MOST_WAITING:
             del self._coming[next(iter(self._coming))]
 
-    def take(self, request: Request) -> Planned | None:
+    def take(self, request: Request) -> MadePlan | None:
         """A plan that was started, when it is there; None if none was, it could not be made, or the helper is still
         starting, which takes longer than a plan."""
         if not self._coming:

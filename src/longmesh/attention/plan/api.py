@@ -12,11 +12,11 @@ from longmesh.attention.exchange.base import Exchange, Prices
 from longmesh.attention.exchange.named import auto_exchanges, exchange_of
 from longmesh.attention.exchange.ulysses import HeadShare, Ulysses, count_groups, share_heads
 from longmesh.attention.layout.auto import Auto
-from longmesh.attention.layout.base import Layout
+from longmesh.attention.layout.base import TokenLayout
 from longmesh.attention.layout.contiguous import Contiguous
-from longmesh.attention.layout.given import Given
+from longmesh.attention.layout.given import GivenLayout
 from longmesh.attention.layout.named import layout_of
-from longmesh.attention.mask.axes import Axes, axes_of
+from longmesh.attention.mask.axes import SequenceAxes, axes_of
 from longmesh.attention.mask.band import causal
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.plan.attention_plan import AttentionPlan, RowPlan
@@ -36,8 +36,8 @@ def plan_attention(
     kv_len: int | None = None,
     q_offset: int | None = None,
     mask: Mask | None = None,
-    layout: Layout | str = "auto",
-    kv_layout: Layout | str | None = None,
+    layout: TokenLayout | str = "auto",
+    kv_layout: TokenLayout | str | None = None,
     exchange: Exchange | str = "auto",
     chunk: int = 512,
     num_heads: int = 8,
@@ -86,12 +86,12 @@ def plan_attention(
 class Request:
     """The arguments of a plan, checked: the key of the cache."""
 
-    axes: Axes
+    axes: SequenceAxes
     inner: int
     outer: int
     mask: Mask
-    layout: Layout
-    kv_layout: Layout | None
+    layout: TokenLayout
+    kv_layout: TokenLayout | None
     exchange: Exchange
     chunk: int
     heads: HeadSizes
@@ -103,14 +103,14 @@ class Request:
         return self.axes.is_one_sequence and self.kv_layout is None
 
     @property
-    def key_layout(self) -> Layout | None:
+    def key_layout(self) -> TokenLayout | None:
         """How keys are cut by themselves: as queries are, where that takes no look at the mask."""
         if self.is_one_sequence:
             return None
         if self.kv_layout is not None and not isinstance(self.kv_layout, Auto):
             return self.kv_layout
         own = self.layout
-        return Contiguous() if own.follows_mask or isinstance(own, Given) else own
+        return Contiguous() if own.follows_mask or isinstance(own, GivenLayout) else own
 
 
 def _mesh(ranks: int | Sequence[int]) -> tuple[int, int]:
@@ -145,7 +145,7 @@ def _at_least(name: str, value: int, least: int) -> int:
     return value
 
 
-def _checked_axes(mask: Mask, seq_len: int, kv_len: int | None, q_offset: int | None) -> Axes:
+def _checked_axes(mask: Mask, seq_len: int, kv_len: int | None, q_offset: int | None) -> SequenceAxes:
     """The lengths, if they can be: a sequence that attends to itself has a token at least."""
     seq_len = _at_least("seq_len", seq_len, 1 if kv_len is None else 0)
     kv_len = None if kv_len is None else _at_least("kv_len", kv_len, 0)
@@ -246,7 +246,7 @@ def make_row(
 
 
 def head_shares(
-    exchange: Exchange, inner: int, outer: int, axes: Axes, heads: HeadSizes
+    exchange: Exchange, inner: int, outer: int, axes: SequenceAxes, heads: HeadSizes
 ) -> tuple[HeadShare, ...] | None:
     """Each rank's heads in a group that splits them, if the exchange does."""
     if not exchange.splits_heads:
@@ -259,7 +259,7 @@ def head_shares(
     return share_heads(*counts, inner, groups)
 
 
-def _check_rows(rows: list[RowPlan], layout: Layout) -> None:
+def _check_rows(rows: list[RowPlan], layout: TokenLayout) -> None:
     counts = {(row.ownership.counts, row.kv_ownership.counts) for row in rows}
     if len(counts) > 1:
         raise LongmeshError(

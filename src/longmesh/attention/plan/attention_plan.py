@@ -29,15 +29,15 @@ import numpy as np
 from longmesh.attention.exchange.base import Exchange, hop_of
 from longmesh.attention.exchange.fragment import AT, OFFSET, OWNER, RANK, STAGE, START, STOP
 from longmesh.attention.exchange.ulysses import HeadShare
-from longmesh.attention.layout.base import Layout, Ownership
-from longmesh.attention.mask.axes import Axes
+from longmesh.attention.layout.base import Ownership, TokenLayout
+from longmesh.attention.mask.axes import SequenceAxes
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.block import Block
 from longmesh.attention.mask.slices import COLUMNS, EW
 from longmesh.attention.plan import merge_tiles as tile
+from longmesh.attention.plan.cached_values import PickledByFields, kept_by_instance
 from longmesh.attention.plan.head_sizes import HeadSizes
 from longmesh.attention.plan.intervals import spans
-from longmesh.attention.plan.kept import PickledByFields, kept_by_instance
 from longmesh.attention.plan.schedule import Schedule
 from longmesh.plan.cluster import Cluster
 
@@ -256,7 +256,7 @@ class PassedOver(NamedTuple):
     """A layout and an exchange that were not chosen, how long a call with them would take, and the bytes of buffers
     of the fullest rank."""
 
-    layout: Layout
+    layout: TokenLayout
     exchange: Exchange
     prediction: "Prediction"
     buffer_bytes: int
@@ -273,12 +273,12 @@ class AttentionPlan(PickledByFields):
     [125250.0, 374250.0]
     """
 
-    axes: Axes
+    axes: SequenceAxes
     inner: int
     outer: int
     mask: Mask
-    layout: Layout
-    kv_layout: Layout | None  # None: keys are the tokens that queries are, and lie where they do
+    layout: TokenLayout
+    kv_layout: TokenLayout | None  # None: keys are the tokens that queries are, and lie where they do
     exchange: Exchange
     heads: HeadSizes
     cluster: Cluster

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longmesh.attention.layout.base import Layout
+from longmesh.attention.layout.base import TokenLayout
 from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.round_robin import RoundRobin
 from longmesh.attention.layout.solve import Solve
@@ -28,7 +28,7 @@ from longmesh.attention.plan.predict import AS_FAST, ranks_to_look_at
 from longmesh.attention.plan.stats import buffer_bytes
 
 
-def auto_layouts(one_sequence: bool) -> list[Layout]:
+def auto_layouts(one_sequence: bool) -> list[TokenLayout]:
     """The layouts that `auto` compares."""
     return [Contiguous(), Zigzag(), Solve() if one_sequence else RoundRobin()]
 

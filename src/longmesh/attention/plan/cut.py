@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longmesh.attention.layout.base import Layout, Ownership, Workload, collect, even_bounds
-from longmesh.attention.mask.axes import Axes, slices_on
+from longmesh.attention.layout.base import Ownership, TokenLayout, Workload, collect, even_bounds
+from longmesh.attention.mask.axes import SequenceAxes, slices_on
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import HI, K0, K1, LO, Q0, Q1, stride_slices
 from longmesh.attention.user_written import check_moved, is_user_written
@@ -24,7 +24,7 @@ class Asked(NamedTuple):
     """What is to be computed for one batch row, and what layouts may look at besides."""
 
     mask: Mask
-    axes: Axes
+    axes: SequenceAxes
     row: int
     num_heads: int
     chunk: int
@@ -41,7 +41,9 @@ class Cuts(NamedTuple):
     kv_grouped: Ownership
 
 
-def cut_both(layout: Layout, kv_layout: Layout | None, asked: Asked, inner: int, outer: int) -> Cuts:
+def cut_both(
+    layout: TokenLayout, kv_layout: TokenLayout | None, asked: Asked, inner: int, outer: int
+) -> Cuts:
     """The cuts of one batch row over `outer` groups of `inner` ranks."""
     if kv_layout is None:
         owned = _own_tokens(layout, _workload(asked), inner, outer)
@@ -66,7 +68,7 @@ def slices_in(cuts: Cuts, asked: Asked) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=256)
-def slices_of(mask: Mask, axes: Axes, row: int, num_heads: int) -> np.ndarray:
+def slices_of(mask: Mask, axes: SequenceAxes, row: int, num_heads: int) -> np.ndarray:
     """The slices of one batch row, made once."""
     out = slices_on(mask, axes, row, num_heads)
     out.flags.writeable = False
@@ -91,14 +93,14 @@ def _key_workload(asked: Asked) -> Workload:
 
 
 @functools.lru_cache(maxsize=256)
-def _assign(layout: Layout, work: Workload, ranks: int) -> Ownership:
+def _assign(layout: TokenLayout, work: Workload, ranks: int) -> Ownership:
     """The cut, once for all exchanges that are tried with it."""
     owned = layout.assign(work, ranks)
     kv_len = work.keys.seq_len if work.keys else work.seq_len
     return check_moved(layout, owned, kv_len) if is_user_written(layout) else owned
 
 
-def _own_tokens(layout: Layout, work: Workload, inner: int, outer: int) -> tuple[Ownership, Ownership]:
+def _own_tokens(layout: TokenLayout, work: Workload, inner: int, outer: int) -> tuple[Ownership, Ownership]:
     """Who owns which tokens: rank by rank, and group by group as the exchange sees it."""
     if inner == 1:
         owned = _assign(layout, work, outer)

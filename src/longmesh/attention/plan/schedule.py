@@ -36,8 +36,8 @@ from longmesh.attention.mask.slices import (
     tighten,
 )
 from longmesh.attention.plan import merge_tiles as tile
+from longmesh.attention.plan.cached_values import PickledByFields, kept_by_instance
 from longmesh.attention.plan.intervals import offsets_within, unite
-from longmesh.attention.plan.kept import PickledByFields, kept_by_instance
 from longmesh.attention.user_written import check_arrivals, check_passed_on, is_user_written
 
 Array = np.ndarray

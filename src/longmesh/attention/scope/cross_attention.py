@@ -14,7 +14,7 @@ from longmesh.attention import masks
 from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.layout.base import Ownership
-from longmesh.attention.layout.given import Given
+from longmesh.attention.layout.given import GivenLayout
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.scope.cut_block_mask import rewrite_mask_mod
 from longmesh.attention.scope.other_keys import OtherKeys
@@ -123,8 +123,8 @@ class CrossAttention:
                 kv_len=K,
                 q_offset=0,
                 mask=mask,
-                layout=Given(self._owned),
-                kv_layout=Given(owned),
+                layout=GivenLayout(self._owned),
+                kv_layout=GivenLayout(owned),
                 exchange=self._exchange,
                 cluster=self._cluster,
             )

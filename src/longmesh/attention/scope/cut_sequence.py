@@ -27,8 +27,8 @@ from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.execute.function import Call
 from longmesh.attention.execute.op import attend, cast_for_autocast, register_caller
 from longmesh.attention.kernel.base import Score
-from longmesh.attention.layout.base import Layout, Ownership
-from longmesh.attention.layout.given import Given
+from longmesh.attention.layout.base import Ownership, TokenLayout
+from longmesh.attention.layout.given import GivenLayout
 from longmesh.attention.layout.named import layout_of
 from longmesh.attention.layout.ordered import Ordered
 from longmesh.attention.mask.base import Mask
@@ -60,7 +60,7 @@ class CutSequence:
         *,
         seq_len: int,
         mask: Mask | None = None,
-        layout: Layout | str = "zigzag",
+        layout: TokenLayout | str = "zigzag",
         exchange: Exchange | str = "auto",
         keys: OtherKeys | None = None,
         cluster: Cluster | str | None = None,
@@ -86,7 +86,7 @@ class CutSequence:
         self._of_block_masks: weakref.WeakKeyDictionary[BlockMask, dict[tuple[Any, ...], ContextParallel]] = (
             weakref.WeakKeyDictionary()
         )
-        self._kinds = {is_causal: _Kind(self, is_causal) for is_causal in (False, True)}
+        self._kinds = {is_causal: _CompiledCaller(self, is_causal) for is_causal in (False, True)}
         self.other: CrossAttention | None = None if keys is None else self._to_other(keys)
         self._others: dict[OtherKeys, CrossAttention] = {}
 
@@ -146,7 +146,7 @@ class CutSequence:
     def _with_mask(self, mask: Mask | None) -> ContextParallel:
         parts = [m for m in (self._mask, mask) if m is not None]
         as_given = self.layout.follows_mask and not isinstance(self.layout, Ordered)
-        kept = Given(self._owned()) if as_given else self.layout
+        kept = GivenLayout(self._owned()) if as_given else self.layout
         return ContextParallel(
             self.mesh,
             seq_len=self.seq_len,
@@ -363,7 +363,7 @@ class CutSequence:
         return int(collectives.all_gather(seed.view(1).to(device), group=group)[0])
 
 
-class _Kind:
+class _CompiledCaller:
     """Causal calls, or those that are not, for the op that a compiler sees: planned when the op first needs it."""
 
     def __init__(self, cut: CutSequence, is_causal: bool) -> None:

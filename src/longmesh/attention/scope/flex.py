@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import (
 
 from longmesh.attention import masks
 from longmesh.attention.engine.context_parallel import ContextParallel
-from longmesh.attention.layout.base import Layout
+from longmesh.attention.layout.base import TokenLayout
 from longmesh.attention.layout.named import layout_of
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.scope.cut_block_mask import CutBlockMask, MaskMod, cut_block_mask
@@ -121,9 +121,9 @@ def create_cp_block_mask(
     Q_LEN: int,
     KV_LEN: int,
     device_mesh: DeviceMesh,
-    load_balancer: Layout | str | None = None,
+    load_balancer: TokenLayout | str | None = None,
     *,
-    kv_layout: Layout | str | None = None,
+    kv_layout: TokenLayout | str | None = None,
 ) -> CutBlockMask:
     """This rank's rows of the BlockMask of Q_LEN tokens that are cut over the mesh, against all keys. Sends nothing.
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.layout.base import Layout
+from longmesh.attention.layout.base import TokenLayout
 from longmesh.attention.layout.named import layout_of
 from longmesh.attention.layout.zigzag import Zigzag
 from longmesh.attention.mask.base import Mask
@@ -35,7 +35,7 @@ class _State:
 
     modes: tuple[AttentionMode, ...] = ()
     exchange: str = "auto"
-    other_layout: Layout | None = None
+    other_layout: TokenLayout | None = None
 
 
 _state: ContextVar[_State] = ContextVar("longmesh_context_parallel", default=_State())  # noqa: B039 - a frozen value
@@ -66,10 +66,10 @@ def cut_over(
     seq_len: int,
     *,
     mask: Mask | None = None,
-    layout: Layout | str | None = None,
+    layout: TokenLayout | str | None = None,
     exchange: Exchange | str | None = None,
     kv_len: int | None = None,
-    kv_layout: Layout | str | None = None,
+    kv_layout: TokenLayout | str | None = None,
     other_keys_alone: bool = False,
     cluster: Cluster | str | None = None,
 ) -> CutSequence:
@@ -91,7 +91,7 @@ def plan_ahead(
     seq_len: int,
     *,
     mask: Mask,
-    layout: Layout | str | None = None,
+    layout: TokenLayout | str | None = None,
     exchange: Exchange | str | None = None,
     cluster: Cluster | str | None = None,
 ) -> None:
@@ -105,7 +105,7 @@ def plan_ahead(
 @kept_by_mesh(16)
 def _last_cuts(
     comm: MeshComm,
-    layout: Layout,
+    layout: TokenLayout,
     exchange: Exchange | str,
     keys: OtherKeys | None,
     cluster: Cluster | str | None,
@@ -119,7 +119,7 @@ def _cut_over(
     comm: MeshComm,
     seq_len: int,
     mask: Mask | None,
-    layout: Layout,
+    layout: TokenLayout,
     exchange: Exchange | str,
     keys: OtherKeys | None,
     cluster: Cluster | str | None,
@@ -129,7 +129,9 @@ def _cut_over(
     return CutSequence(comm.mesh, seq_len=seq_len, mask=mask, **how)
 
 
-def engine_for(what: str, mesh: DeviceMesh, seq_len: int, layout: Layout | str | None) -> ContextParallel:
+def engine_for(
+    what: str, mesh: DeviceMesh, seq_len: int, layout: TokenLayout | str | None
+) -> ContextParallel:
     """The engine that cuts such a sequence: by `layout` if given, else as an open scope does, else head-tail."""
     if layout is not None:
         if layout_of(layout).follows_mask:

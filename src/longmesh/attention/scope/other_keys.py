@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longmesh.attention.layout.base import Layout
+from longmesh.attention.layout.base import TokenLayout
 from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.named import layout_of
 from longmesh.errors import LongmeshError, whole_number
@@ -25,12 +25,12 @@ class OtherKeys:
     itself."""
 
     kv_len: int
-    layout: Layout | None
+    layout: TokenLayout | None
     alone: bool = False
 
 
 def other_keys(
-    kv_len: int | None, kv_layout: Layout | str | None, layout: Layout, alone: bool = False
+    kv_len: int | None, kv_layout: TokenLayout | str | None, layout: TokenLayout, alone: bool = False
 ) -> OtherKeys | None:
     """What the arguments say. Without `kv_layout` keys are cut as the sequence is, in order if that looks at a mask."""
     if kv_len is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from longmesh.attention.kernel.base import Gradients, Need, Work, finish, zero_like
+from longmesh.attention.kernel.base import AttentionGradients, KernelWork, Need, finish, zero_like
 from longmesh.attention.kernel.choose import kernels
 from longmesh.attention.mask.block import UNBOUNDED, Block
 from longmesh.cli.doctor.finding import Finding, median_us, worst_difference
@@ -46,13 +46,13 @@ def _examine(kernel, kind: str, device: torch.device, dtype: torch.dtype, rate: 
     q, k, v, dout = (
         torch.randn(1, _HEADS, tokens, _DIM, generator=draw).to(dtype).to(device) for _ in range(4)
     )
-    work = Work(q, k, v, [Block(0, tokens, 0, tokens, lo, hi)])
+    work = KernelWork(q, k, v, [Block(0, tokens, 0, tokens, lo, hi)])
     figures = {"dtype": str(dtype).removeprefix("torch."), "kind": kind, "tokens": tokens}
     try:
         worst = _worst(kernel, work, dout, lo, hi)
         state = kernel.forward(work)
         final = finish(state.out_BHSD, state.lse_BHS, dout)
-        into = Gradients(zero_like(q), zero_like(k), zero_like(v))
+        into = AttentionGradients(zero_like(q), zero_like(k), zero_like(v))
         forward = median_us(lambda: kernel.forward(work), device)
         backward = median_us(lambda: kernel.backward(work, final, into), device)
     except Exception as error:
@@ -72,13 +72,13 @@ def _examine(kernel, kind: str, device: torch.device, dtype: torch.dtype, rate: 
     return Finding("kernels", kernel.name, figures, problem)
 
 
-def _worst(kernel, work: Work, dout: torch.Tensor, lo: int, hi: int) -> float:
+def _worst(kernel, work: KernelWork, dout: torch.Tensor, lo: int, hi: int) -> float:
     """The largest difference of output and gradients from dense attention in float64, on the CPU."""
     tokens = 256  # the first of them: dense float64 attention takes the square
     q, k, v = few = [t[:, :, :tokens] for t in (work.q_BHSD, work.k_BGKD, work.v_BGKE)]
-    part = Work(q, k, v, [Block(0, tokens, 0, tokens, lo, hi)])
+    part = KernelWork(q, k, v, [Block(0, tokens, 0, tokens, lo, hi)])
     state, d = kernel.forward(part), dout[:, :, :tokens]
-    into = Gradients(zero_like(q), zero_like(k), zero_like(v))
+    into = AttentionGradients(zero_like(q), zero_like(k), zero_like(v))
     kernel.backward(part, finish(state.out_BHSD, state.lse_BHS, d), into)
     leaves = [t.double().cpu().requires_grad_() for t in few]
     offset = torch.arange(tokens) - torch.arange(tokens)[:, None]

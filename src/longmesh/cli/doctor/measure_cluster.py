@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.attention.engine.context_parallel import ContextParallel
-from longmesh.attention.kernel.base import Gradients, Kernel, Score, Work, finish, zero_like
+from longmesh.attention.kernel.base import AttentionGradients, Kernel, KernelWork, Score, finish, zero_like
 from longmesh.attention.kernel.choose import choose, need_of
 from longmesh.attention.mask.block import Block
 from longmesh.attention.plan.predict import FLOPS
@@ -99,12 +99,12 @@ class _Tile:
     ) -> None:
         q, k, v = (_tokens(n, heads, dtype, clock.device) for n in (rows, keys, keys))
         self._kernel: Kernel = choose(need_of(q, v, Score(), (), True)).kernel
-        self._work = Work(q, k, v, (block,))
+        self._work = KernelWork(q, k, v, (block,))
         self._state = self._kernel.forward(self._work)
         self._final = finish(
             self._state.out_BHSD, self._state.lse_BHS, torch.randn_like(self._state.out_BHSD)
         )
-        self._grads = Gradients(zero_like(q), zero_like(k), zero_like(v))
+        self._grads = AttentionGradients(zero_like(q), zero_like(k), zero_like(v))
 
     def of(self, op: RateOp) -> Run:
         return self.forward if op == "attention" else self.backward

@@ -24,7 +24,7 @@ TILE_NUMEL = 1 << 18  # 1 MiB in fp32: half of a core's second cache
 ROW_TOKENS = 4096
 
 
-class Gradients(NamedTuple):
+class ConvolutionGradients(NamedTuple):
     """Of x, of the tokens before it, of weight and of bias; the last two in the type that is computed in."""
 
     x: Tensor
@@ -63,10 +63,10 @@ class Convolution:
                     here.copy_(found)
         return out
 
-    def differentiate(self, gradient: Tensor) -> Gradients:
+    def differentiate(self, gradient: Tensor) -> ConvolutionGradients:
         """Tiles are computed again instead of keeping what the activation was given."""
         wide = torch.promote_types(self.x.dtype, torch.float32)
-        found = Gradients(
+        found = ConvolutionGradients(
             torch.empty_like(self.x),
             torch.empty_like(self.before),
             torch.zeros_like(self.weight, dtype=wide),
@@ -89,7 +89,7 @@ class Convolution:
             self._write(found, channels, num_tokens, carried)
         return found
 
-    def _write(self, found: Gradients, channels: slice, start: int, values: Tensor) -> None:
+    def _write(self, found: ConvolutionGradients, channels: slice, start: int, values: Tensor) -> None:
         """Values of tokens from `start`, counted from the first of `before`."""
         split = min(max(0, self.width - 1 - start), values.shape[-1])
         stop = start + values.shape[-1]
@@ -97,7 +97,7 @@ class Convolution:
             found.before[:, channels, start : start + split] = values[..., :split]
         found.x[:, channels, start + split - (self.width - 1) : stop - (self.width - 1)] = values[..., split:]
 
-    def _tile(self, channels: slice, tokens: slice, begun: Tensor | None) -> _Tile:
+    def _tile(self, channels: slice, tokens: slice, begun: Tensor | None) -> _ChannelTile:
         first = tokens.start - (self.width - 1)
         if first >= 0:
             x = self.x[:, channels, first : tokens.stop]
@@ -106,7 +106,7 @@ class Convolution:
             x = torch.cat([before, self.x[:, channels, : tokens.stop]], -1)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         bias = None if self.bias is None else self.bias[channels].to(x.dtype).unsqueeze(-1)
-        return _Tile(x, self.weight[channels].to(x.dtype), bias, begun)
+        return _ChannelTile(x, self.weight[channels].to(x.dtype), bias, begun)
 
     def _sizes(self) -> tuple[int, int]:
         """Channels and tokens of a tile; on a device all of them, since there a launch costs more than memory."""
@@ -137,7 +137,7 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Tile:
+class _ChannelTile:
     """x has width - 1 tokens more than y, before its first."""
 
     x: Tensor

@@ -37,7 +37,7 @@ class Form:
     reading: Callable[[], Reading]
 
 
-class Kernel(Protocol):
+class ChunkKernel(Protocol):
     """`name` is shown by explain(). `chunk`: tokens of a chunk; `chunks_at_once`: how many are computed together."""
 
     @property

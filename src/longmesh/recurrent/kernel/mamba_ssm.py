@@ -21,7 +21,7 @@ _CHUNK = 256
 
 
 @dataclass(frozen=True)
-class Ssd:
+class MambaSsd:
     """Inputs x (B, T, H, P), dt (B, T, H), A (H,), B, C (B, T, groups, N); a state is (B, H, N, P)."""
 
     name: str

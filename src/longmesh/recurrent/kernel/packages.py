@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from longmesh.recurrent.kernel import fla, mamba_ssm
 
 
-class Place(NamedTuple):
+class PackagePlace(NamedTuple):
     """`make` turns the package's function into a kernel of ours; None for a convolution, which is called as it is."""
 
     package: str
@@ -29,17 +29,19 @@ class Place(NamedTuple):
 
 
 PLACES = {
-    "gated_delta_rule": Place("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", fla.delta_rule),
-    "gated_delta_rule by feature": Place("fla", "fla.ops.kda", "chunk_kda", fla.delta_rule),
-    "linear_attention": Place("fla", "fla.ops.simple_gla", "chunk_simple_gla", fla.linear),
-    "linear_attention by feature": Place("fla", "fla.ops.gla", "chunk_gla", fla.linear),
-    "ssd": Place(
-        "mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", mamba_ssm.Ssd
+    "gated_delta_rule": PackagePlace(
+        "fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", fla.delta_rule
     ),
-    "selective_scan": Place(
+    "gated_delta_rule by feature": PackagePlace("fla", "fla.ops.kda", "chunk_kda", fla.delta_rule),
+    "linear_attention": PackagePlace("fla", "fla.ops.simple_gla", "chunk_simple_gla", fla.linear),
+    "linear_attention by feature": PackagePlace("fla", "fla.ops.gla", "chunk_gla", fla.linear),
+    "ssd": PackagePlace(
+        "mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", mamba_ssm.MambaSsd
+    ),
+    "selective_scan": PackagePlace(
         "mamba_ssm", "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", mamba_ssm.Selective
     ),
-    "causal_conv1d": Place("causal_conv1d", "causal_conv1d", "causal_conv1d_fn", None),
+    "causal_conv1d": PackagePlace("causal_conv1d", "causal_conv1d", "causal_conv1d_fn", None),
 }
 NAMES = ("fla", "mamba_ssm", "causal_conv1d")
 
@@ -51,7 +53,7 @@ class Packages:
     importer: Callable[[str], Any] = importlib.import_module
     devices: tuple[str, ...] = ("cuda",)
 
-    def find(self, place: Place) -> Any:
+    def find(self, place: PackagePlace) -> Any:
         """The kernel. Raises what importing it raises."""
         function = getattr(self.importer(place.module), place.function)
         return function if place.make is None else place.make(place.name, function)

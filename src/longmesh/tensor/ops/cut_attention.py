@@ -17,11 +17,11 @@ from longmesh.attention import masks, plan_attention
 from longmesh.attention.execute.driver import Task
 from longmesh.attention.execute.function import Call, backward_rows, forward_rows
 from longmesh.attention.execute.route import Move, Route
-from longmesh.attention.kernel.base import Gradients, Score
+from longmesh.attention.kernel.base import AttentionGradients, Score
 from longmesh.attention.kernel.choose import choose, need_of
 from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.attention.layout.base import collect
-from longmesh.attention.layout.given import Given
+from longmesh.attention.layout.given import GivenLayout
 from longmesh.comm.groups import AxisGroup
 from longmesh.spec import Layout
 from longmesh.tensor.ops.attention import TOKENS, gradient_of
@@ -81,7 +81,7 @@ def backward(p: Planner, func: OpOverload, given: dict[str, Any]) -> Any:
 
         def differentiate(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> list[torch.Tensor]:
             saved = [q, k, v, out.to(lse.dtype), lse, None]
-            call, totals = _call(given, route, group, q, v), Gradients(dout, dout, dout)
+            call, totals = _call(given, route, group, q, v), AttentionGradients(dout, dout, dout)
             found = backward_rows(call, dout, saved, None, None, totals, k.shape[1])
             return [g.to(t.dtype) for g, t in zip(found, (q, k, v), strict=True)]
 
@@ -139,7 +139,7 @@ def _route(
         seq_len=seq_len,
         ranks=group.size,
         mask=masks.causal() if is_causal else masks.full(),
-        layout=Given(collect(seq_len, group.size, owned)),
+        layout=GivenLayout(collect(seq_len, group.size, owned)),
         exchange="ring",
         num_heads=heads,
         head_dim=head_dim,

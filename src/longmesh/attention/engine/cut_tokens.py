@@ -1,4 +1,4 @@
-"""Side: the tokens of one side of attention, queries or keys, as one rank of the mesh holds them.
+"""CutTokens: the tokens of one side of attention, queries or keys, as one rank of the mesh holds them.
 
 shard     a whole tensor -> this rank's tokens, in the order of the layout      local
 unshard   every rank's tokens -> the whole tensor, in the order of the sequence collective
@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longmesh.attention.engine.check import Gathered, check_tokens
-from longmesh.attention.execute.function import Gather
+from longmesh.attention.execute.function import GatherTokens
 from longmesh.attention.layout.base import Ownership
 from longmesh.comm import AxisGroup
 
 Group = Callable[[], tuple[AxisGroup, tuple[int, ...]]]
 
 
-class Side:
+class CutTokens:
     """`name` is that of its `shard` in errors; `group` gives the group of all ranks, and its members as ranks of the
     plan."""
 
@@ -82,7 +82,7 @@ class Side:
         order_S, mine = self._order_on(rows.device, number)
         if owned.num_ranks == 1:
             return rows.index_select(0, order_S)
-        return Gather.apply(rows, owned.counts, order_S, mine, self._group()[0])
+        return GatherTokens.apply(rows, owned.counts, order_S, mine, self._group()[0])
 
     def _positions_on(self, device: torch.device) -> Tensor:
         """The positions on a device, copied there once."""
@@ -111,7 +111,7 @@ class CutQueries(torch.autograd.Function):
     collective, and every rank gets the whole of it."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, queries: Side) -> Tensor:
+    def forward(ctx: Any, q: Tensor, queries: CutTokens) -> Tensor:
         ctx.queries = queries
         return queries.shard(q, 2)
 
