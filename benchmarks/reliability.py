@@ -29,6 +29,10 @@ PAGE = ROOT / "docs" / "reliability.md"
 ALLOWED_S = 5.0
 
 TEXT = ROOT / "benchmarks" / "reliability.md"
+HEAD = """\
+| fault | at | ranks | exit code | limit | seconds after it | within 5 s | the last line |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
 
 
 def describe(fault: Fault, outcome: Outcome) -> str:
@@ -65,7 +69,12 @@ def make_page(kept: dict[str, list[str]]) -> str:
         lines.append(
             f"| {who} | {fault.point} | {fault.ranks} | {code} | {limit} | {seconds} | {is_within} | {said} |"
         )
-    return TEXT.read_text("utf-8") + "\n".join(lines) + "\n"
+    ended, went_on = (sum(text in line for line in lines) for text in ("| yes |", "| goes on |"))
+    summary = (
+        f"All {len(lines)} runs: {ended} ended within 5 s of the fault or the limit, {went_on} continued"
+    )
+    text = TEXT.read_text("utf-8") + f'<details markdown="1">\n<summary>{summary}</summary>\n\n{HEAD}'
+    return text + "\n".join(lines) + "\n\n</details>\n"
 
 
 def measure(chosen: list[Fault], kept: dict[str, list[str]], seconds: float) -> None:
