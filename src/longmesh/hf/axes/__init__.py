@@ -1,5 +1,6 @@
 """A transformers model over the axes of a mesh: tensors, experts, data and context."""
 
 from longmesh.hf.axes.parallelize import parallelize
+from longmesh.hf.axes.pretrained import from_pretrained, save_pretrained
 
-__all__ = ["parallelize"]
+__all__ = ["from_pretrained", "parallelize", "save_pretrained"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import NamedTuple
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from longmesh.comm.agree import agree_on_mesh
 from longmesh.errors import LongmeshError
 from longmesh.experts import ExpertParallel
 from longmesh.hf.axes.expert_plan import check_experts, find_experts
@@ -14,6 +18,7 @@ from longmesh.parallel.head_shares import HeadShares
 from longmesh.parallel.style import ParallelStyle
 
 AXES = ("dp", "cp", "tp", "ep")
+_MESH = "longmesh_mesh"
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, ep: str | tuple[str, ...] | None = None) -> nn.Module:
@@ -33,28 +38,79 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, ep: str | tuple[str, ...]
     >>> model.lm_head.weight.placements
     (Shard(dim=0),)
     """
+    styles: dict[str, tuple[DeviceMesh, dict[str, ParallelStyle]]] = {}
+    heads: dict[str, HeadShares] = {}
+    problem: Exception | None = None
+    try:
+        styles, heads = _plan(model, mesh, ep)
+    except Exception as error:  # whatever it is: other ranks would wait for this one
+        problem = error
+    agree_on_mesh("hf.parallelize", _describe(model, mesh, ep), problem, mesh)
+    if problem is not None:
+        raise problem
+    is_hollow = any(parameter.is_meta for parameter in model.parameters())
+    for over, named in styles.values():
+        parallelize_module(model, over, named, src_data_rank=None if is_hollow else 0)  # pyright: ignore[reportArgumentType]
+    for name, shares in heads.items():
+        _set_groups(model.get_submodule(name), shares, mesh["tp"].get_local_rank())
+    model.__dict__[_MESH] = mesh
+    return model
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh:
+    """The mesh that `parallelize` was given."""
+    mesh = model.__dict__.get(_MESH)
+    if not isinstance(mesh, DeviceMesh):
+        raise LongmeshError(f"{type(model).__name__} is on no mesh; call hf.parallelize(model, mesh) first")
+    return mesh
+
+
+class _Model(NamedTuple):
+    """What must be the same on every rank."""
+
+    kind: str
+    mesh: tuple[tuple[str, int], ...]
+    ep: str
+    dtypes: tuple[str, ...]
+    num_weights: int
+    digest: str  # of all names, shapes and dtypes
+
+
+def _describe(model: nn.Module, mesh: DeviceMesh, ep: str | tuple[str, ...] | None) -> _Model:
+    weights = [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()]
+    digest = hashlib.blake2b(repr(weights).encode(), digest_size=6).hexdigest()
+    axes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    dtypes = tuple(sorted({dtype for _, _, dtype in weights}))
+    return _Model(type(model).__name__, axes, str(ep), dtypes, len(weights), digest)
+
+
+def _plan(
+    model: nn.Module, mesh: DeviceMesh, ep: str | tuple[str, ...] | None
+) -> tuple[dict[str, tuple[DeviceMesh, dict[str, ParallelStyle]]], dict[str, HeadShares]]:
+    """The styles for layers and experts, each with its mesh, checked. Communicates nothing."""
     names = mesh.mesh_dim_names or ()
     if not names or set(names) - set(AXES):
         raise LongmeshError(
             f"hf.parallelize: the mesh has the axes {names or 'without names'}; name them, of {', '.join(AXES)}"
         )
+    if _MESH in model.__dict__:
+        raise LongmeshError(f"hf.parallelize: {type(model).__name__} is sharded already")
     over = _expert_axes(names, ep)
-    layers, heads = {}, {}
-    if "tp" in names:
+    found: dict[str, tuple[DeviceMesh, dict[str, ParallelStyle]]] = {}
+    heads: dict[str, HeadShares] = {}
+    has_tensors = "tp" in names
+    if has_tensors:
         layers, heads = tensor_styles(model, mesh["tp"].size(), mesh["tp"].get_local_rank())
-    experts = check_experts(model, over[0]) if over else find_experts(model) if "tp" in names else {}
-    whole_on = "tp" if "tp" in names else None
-    styles: dict[str, ParallelStyle] = {name: ExpertParallel(whole_on=whole_on) for name in experts}
-    expert_mesh = mesh[tuple(name for name in names if name in over or name == whole_on)] if experts else None
-    for name, style in styles.items():
-        style._check(name, experts[name], expert_mesh)  # pyright: ignore[reportArgumentType]
-    if layers:
-        parallelize_module(model, mesh["tp"], layers)  # pyright: ignore[reportArgumentType]
-    if styles:
-        parallelize_module(model, expert_mesh, styles)  # pyright: ignore[reportArgumentType]
-    for name, shares in heads.items():
-        _set_groups(model.get_submodule(name), shares, mesh["tp"].get_local_rank())
-    return model
+        found["layers"] = mesh["tp"], layers
+    experts = check_experts(model, over[0]) if over else find_experts(model) if has_tensors else {}
+    if experts:
+        whole_on = "tp" if has_tensors else None
+        expert_mesh = mesh[tuple(name for name in names if name in over or name == whole_on)]
+        found["experts"] = expert_mesh, {name: ExpertParallel(whole_on=whole_on) for name in experts}
+    for part, styles in found.values():
+        for name, style in styles.items():
+            style._check(name, model.get_submodule(name), part)
+    return found, heads
 
 
 def _expert_axes(names: tuple[str, ...], ep: str | tuple[str, ...] | None) -> tuple[str, ...]:

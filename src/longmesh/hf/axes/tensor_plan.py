@@ -17,6 +17,7 @@ from longmesh.errors import LongmeshError
 from longmesh.hf.axes.attention_heads import KEY_PROJECTIONS, check_features, find_heads
 from longmesh.hf.axes.expert_plan import find_experts
 from longmesh.hf.axes.layer_plan import pattern, plan_layers
+from longmesh.hf.axes.perceptron_check import is_by_feature
 from longmesh.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from longmesh.parallel.by_heads import HeadColumns, HeadRows
 from longmesh.parallel.head_shares import HeadShares
@@ -52,10 +53,20 @@ def tensor_styles(model: nn.Module, ranks: int, rank: int) -> tuple[Styles, dict
             raise _unknown(f"what {type(module).__name__} '{name}' reads of its embedding's weight")
     parents = dict.fromkeys(_parent(name) for name, style in named.items() if style == "rowwise")
     heads = {name: find_heads(name, modules[name], ranks) for name in parents if _is_attention(name)}
+    for parent in [name for name in parents if name not in heads]:
+        columns, rows = _linears(parent, named)
+        if not is_by_feature(parent, modules[parent], columns, rows):  # it gets them all, on every rank
+            named |= {f"{parent}.{name}": "colwise_gather_output" for name in columns}
+            named |= {f"{parent}.{name}": "rowwise_split_input" for name in rows}
+            del parents[parent]
     styles: Styles = {}
     for name, style in named.items():
         shares = heads.get(_parent(name))
         if name in modules:
+            if isinstance(modules[name], nn.Linear | nn.Embedding) and any(modules[name].children()):
+                raise _unknown(
+                    f"what '{name}' ({type(modules[name]).__name__}) does besides the plan's {style!r}"
+                )
             styles[name] = _style(name, modules[name], style, shares, modules[_parent(name)])
         else:
             styles[_parent(name)] = _style_parameter(name, parameters[name], style, shares, rank)
@@ -66,6 +77,12 @@ def tensor_styles(model: nn.Module, ranks: int, rank: int) -> tuple[Styles, dict
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _linears(parent: str, named: dict[str, str]) -> list[list[str]]:
+    """The submodules of a parent that are sharded by columns, and by rows."""
+    inside = {name.rpartition(".")[2]: style for name, style in named.items() if _parent(name) == parent}
+    return [[name for name, own in inside.items() if own == style] for style in ("colwise", "rowwise")]
 
 
 def _is_attention(name: str) -> bool:
