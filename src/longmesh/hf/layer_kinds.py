@@ -69,6 +69,10 @@ def keep_one_of_each(model: Any, kinds: Kinds) -> None:
         _shorten(own.get_text_config(), num_layers, kinds.first)
     del kinds.layers[:]
     kinds.layers.extend(kept)
+    for number, layer in enumerate(kept):  # what a layer looks up by its number has one entry per kind now
+        for module in layer.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                setattr(module, "layer_idx", number)  # noqa: B010
 
 
 def _shorten(config: Any, num_layers: int, kept: tuple[int, ...]) -> None:
@@ -76,6 +80,7 @@ def _shorten(config: Any, num_layers: int, kept: tuple[int, ...]) -> None:
         if isinstance(value, list | tuple) and len(value) == num_layers:
             setattr(config, name, type(value)(value[number] for number in kept))
     config.num_hidden_layers = len(kept)
+    config.use_cache = False
 
 
 def copy_config(config: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from longmesh.hf.trace_model import inspect_small, trace_hollow
 from longmesh.step.trace import ModelTrace, interpolate
 from longmesh.testing.device import fake_rank
 
-MOST_TOKENS = 16384  # that are traced: figures are linear in them
+CHUNK = 64
+MOST_TOKENS, MOST_TILED = 16384, 2048  # that are traced: figures are linear in them
 _SHARDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
             "shared_expert_intermediate_size", "vocab_size")  # fmt: skip
 
@@ -34,7 +36,10 @@ class StepTracer:
     def __call__(self, tokens: int, cp: int, tp: int, loss: str) -> ModelTrace:
         key = tokens, self._ranks(cp), tp, loss
         if key not in self._interpolated:
-            self._interpolated[key] = interpolate(*self._pair(*key[1:]), tokens)
+            found = interpolate(*self._pair(*key[1:3], "whole"), tokens)
+            if loss != "whole":  # layers are alike, whatever the loss
+                found = replace(found, outside=interpolate(*self._pair(*key[1:]), tokens).outside)
+            self._interpolated[key] = found
         return self._interpolated[key]
 
     def _ranks(self, cp: int) -> int:
@@ -49,15 +54,16 @@ class StepTracer:
                 if self._adaptation is None:
                     self._adaptation = inspect_small(self.config, ranks)
                 config = shard_config(self.config, tp)
-                first, second = trace_hollow(config, self._dtype, self._sizes, ranks, self._adaptation, loss)
+                sizes = self._sizes if loss == "whole" else _two_sizes(min(self._sizes[1], MOST_TILED))
+                first, second = trace_hollow(config, self._dtype, sizes, ranks, self._adaptation, loss)
             self._traced[key] = first, second
         return self._traced[key]
 
 
 def _two_sizes(most: int) -> tuple[int, int]:
-    size = max(128, min(most, MOST_TOKENS))
-    size = 1 << (size.bit_length() - 1)
-    return size // 2, size
+    """Numbers of tokens that no size of a model is likely to be, in whole chunks of recurrent layers."""
+    chunks = max(4, min(most, MOST_TOKENS) // CHUNK)
+    return (chunks // 2 + 1) * CHUNK, (chunks + 3) * CHUNK
 
 
 def shard_config(config: Any, tp: int) -> Any:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from longmesh.comm.groups import AxisGroup
@@ -82,6 +83,11 @@ def make_hollow(config: Any, dtype: torch.dtype) -> tuple[Any, Kinds]:
         )
     kinds = find_kinds(model)
     keep_one_of_each(model, kinds)
+    return empty(model), kinds
+
+
+def empty(model: nn.Module) -> nn.Module:
+    """The model on the made-up device, without values."""
     # By the parameters themselves, so that tied ones stay tied.
     made = {p: nn.Parameter(hollow(p.detach()), requires_grad=p.requires_grad) for p in model.parameters()}
     for module in model.modules():
@@ -89,7 +95,7 @@ def make_hollow(config: Any, dtype: torch.dtype) -> tuple[Any, Kinds]:
             setattr(module, name, made[p])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, hollow(buffer))
-    return model.train(), kinds
+    return model.train()
 
 
 class _Messages(CommObserver):
@@ -109,44 +115,78 @@ def _trace(
 ) -> ModelTrace:
     mesh = init_device_mesh(DEVICE, (ranks,))
     batch = make_batch(seq_len)
-    layout = "zigzag"
-    for warm in (True, False):  # the first step compares ranks and makes groups; the next ones are alike
+
+    @contextlib.contextmanager
+    def scope() -> Iterator[Callable[[], Tensor]]:
+        with planning(adaptation), quiet_warnings(), context_parallel(mesh, batch, model=model) as part:
+            if loss == "tiled":
+                yield lambda: tiled_loss(model, part)
+            else:
+                yield lambda: model(**part, use_cache=False).loss
+
+    text = config.get_text_config()
+    facts = ModuleFacts(
+        name=getattr(config, "model_type", "model"),
+        hidden=text.hidden_size,
+        top_k=float(getattr(text, "num_experts_per_tok", 0) or 0),
+        layout="ordered" if any(map(is_mixer, model.modules())) else "zigzag",
+    )
+    return trace_module(model, kinds, scope, seq_len // ranks, ranks, facts)
+
+
+class ModuleFacts(NamedTuple):
+    """What a recording does not tell of a model: features between layers, experts per token, and how attention's
+    tokens are laid out."""
+
+    name: str
+    hidden: int
+    top_k: float = 0.0
+    layout: str = "zigzag"
+
+
+def trace_module(
+    model: nn.Module,
+    kinds: Kinds,
+    scope: Callable[[], AbstractContextManager[Callable[[], Tensor]]],
+    tokens: int,
+    ranks: int,
+    facts: ModuleFacts,
+) -> ModelTrace:
+    """The trace of a module without values that has one layer of each kind. `scope()` is entered around a step and
+    gives the function that computes its loss. Inside `fake_rank`."""
+    # The first step of several ranks compares them and makes groups; the next ones are alike.
+    for is_last in (False, True) if ranks > 1 else (True,):
         model.zero_grad(set_to_none=True)
         recorder = Recorder(DEVICE)
         parameters = {recorder.number_of(p) for p in model.parameters()}
         messages = _Messages(recorder)
-        with planning(adaptation), quiet_warnings(), context_parallel(mesh, batch, model=model) as part:
+        with scope() as compute:
             with _marked_layers(recorder, kinds.layers), observe_comm(messages), recorder.forward():
-                out = tiled_loss(model, part) if loss == "tiled" else model(**part, use_cache=False).loss
+                loss = compute()
             with observe_comm(messages), recorder.backward():
-                out.backward()
-        del out, part
-        if warm:
-            continue
-        gradients = {recorder.number_of(p.grad) for p in model.parameters() if p.grad is not None}
-        layout = "ordered" if any(map(is_mixer, model.modules())) else layout
-    text = config.get_text_config()
-    sections = [
-        _facts(layer, number, count, text)
-        for number, (layer, count) in enumerate(zip(kinds.layers, kinds.counts, strict=True))
-    ]
+                loss.backward()
+        del loss, compute
+        if is_last:
+            gradients = {recorder.number_of(p.grad) for p in model.parameters() if p.grad is not None}
+            return _summary(model, kinds, recorder, parameters, gradients, messages, tokens, facts)
+    raise AssertionError("the last step returns")
+
+
+def _summary(
+    model: nn.Module, kinds: Kinds, recorder: Recorder, parameters: set[int], gradients: set[int], messages: _Messages,
+    tokens: int, facts: ModuleFacts,
+) -> ModelTrace:  # fmt: skip
     inside = {id(p) for p in kinds.layers.parameters()}
     rest = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    sections.insert(0, SectionFacts("outside the layers", 1, rest, 0, 0, 0.0))
+    layers = zip(kinds.layers, kinds.counts, strict=True)
+    sections = [SectionFacts("outside the layers", 1, rest, 0, 0, 0.0)]
+    sections += [_facts(layer, count, facts.top_k) for layer, count in layers]
     traced = [
-        summarize(recorder, i, facts, parameters, gradients, messages.found)
-        for i, facts in enumerate(sections)
+        summarize(recorder, number, section, parameters, gradients, messages.found)
+        for number, section in enumerate(sections)
     ]
     itemsize = next(model.parameters()).element_size()
-    return ModelTrace(
-        getattr(config, "model_type", "model"),
-        seq_len // ranks,
-        traced[0],
-        tuple(traced[1:]),
-        text.hidden_size,
-        itemsize,
-        layout,
-    )
+    return ModelTrace(facts.name, tokens, traced[0], tuple(traced[1:]), facts.hidden, itemsize, facts.layout)
 
 
 @contextlib.contextmanager
@@ -164,14 +204,13 @@ def blocks_of(layer: nn.Module) -> list[nn.Module]:
     return [part for part in layer.children() if any(p.ndim >= 2 for p in part.parameters())]
 
 
-def _facts(layer: nn.Module, number: int, count: int, config: Any) -> SectionFacts:
+def _facts(layer: nn.Module, count: int, top_k: float) -> SectionFacts:
     experts = sum(p.numel() for p in layer.parameters() if p.ndim == 3)
     total = sum(p.numel() for p in layer.parameters())
     kind = (
         getattr(layer, "attention_type", None) or getattr(layer, "layer_type", None) or type(layer).__name__
     )
-    top_k = float(getattr(config, "num_experts_per_tok", 0) or 0) if experts else 0.0
-    return SectionFacts(f"{kind}", count, total, experts, len(blocks_of(layer)), top_k)
+    return SectionFacts(str(kind), count, total, experts, len(blocks_of(layer)), top_k if experts else 0.0)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,8 @@ styles with a sharded sequence between blocks, and of expert parallelism.
 
     fsdp   a unit's parameters are gathered before its forward and again before its backward, its gradients are
            reduced and scattered after that; a unit is a layer, or all that is outside the layers
-    tp     before a block the tokens are gathered, after it the results are reduced and scattered; backward the same,
-           the other way round
+    tp     after a block the results are reduced, and in backward the gradient of its input; with a sharded sequence
+           between blocks, tokens are gathered before a block, and results reduced and scattered after it
     ep     rows go to their experts and back: an all-to-all each, forward and backward
 
 One place, so that tracing the real thing can replace it.
@@ -76,15 +76,20 @@ def _sharded(
 
 
 def block_transfers(
-    layer: LayerTrace, trace: ModelTrace, mesh: StepMesh, tokens: float
+    layer: LayerTrace, trace: ModelTrace, mesh: StepMesh, options: StepOptions
 ) -> tuple[Transfer, ...]:
     """Of one pass over a layer, either way: its blocks on tp, its experts on ep."""
     found: list[Transfer] = []
-    hidden = tokens * trace.hidden * trace.itemsize
+    hidden = trace.tokens * trace.hidden * trace.itemsize
     blocks = layer.blocks or 1  # outside the layers: the embedding's result and the head's input
     if mesh.tp > 1:
         share = hidden * (mesh.tp - 1) / mesh.tp
-        found += [Transfer("tp", kind, ("tp",), share, blocks) for kind in ("all_gather", "reduce_scatter")]
+        if options.sequence_parallel:
+            found += [
+                Transfer("tp", kind, ("tp",), share, blocks) for kind in ("all_gather", "reduce_scatter")
+            ]
+        else:
+            found.append(Transfer("tp", "all_reduce", ("tp",), 2 * share, blocks))
     if mesh.ep > 1 and layer.expert_parameters:
         share = hidden * layer.top_k * (mesh.ep - 1) / mesh.ep
         found.append(Transfer("ep", "all_to_all", ("ep",), share, 2))

@@ -69,7 +69,7 @@ def time_layer(
     options: StepOptions, section: int,
 ) -> LayerTime:  # fmt: skip
     """One layer of a kind. `outer`: the trace of the tokens that a rank has between blocks."""
-    cluster, tokens = machine.cluster, trace.tokens
+    cluster = machine.cluster
     between = outer.outside if section < 0 else outer.kinds[section]
     is_layer = section >= 0
     inner = work_us(layer.forward_inner, trace, machine, options, is_layer)
@@ -79,7 +79,7 @@ def time_layer(
         between.backward_outer, trace, machine, options, is_layer and mesh.tp == 1
     )
     rows = options.rows
-    sent = axes.block_transfers(layer, trace, mesh, tokens)
+    sent = axes.block_transfers(layer, trace, mesh, options)
     blocks = sum(t.took_us(cluster, mesh) for t in sent)
     messages = [_messages_us(m, cluster, mesh) for m in (layer.messages_forward, layer.messages_backward)]
     again, again_wait = (

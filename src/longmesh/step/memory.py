@@ -49,9 +49,8 @@ def kept_bytes(layer: LayerTrace, options: StepOptions) -> float:
     if options.recompute == "full":
         return layer.input_bytes
     if options.recompute == "selective":
-        products = sum(p.m * p.n * p.times * p.itemsize for p in layer.forward_inner.products)
         attention = sum(s.num_bytes for s in layer.saved if s.kind == "attention")
-        return layer.input_bytes + products / 2 + attention
+        return layer.input_bytes + layer.alternate_products + attention
     return saved_at_work(layer, options)
 
 

@@ -136,7 +136,8 @@ def _figure(name: str, what: str) -> str:
 class StepOptions:
     """How a step runs. `batch`: sequences of a step over all ranks (None: one for each dp rank); `rows`: sequences at
     a time on a rank; `compiled`: chains of memory-bound ops are one kernel each; `fsdp`: parameters, gradients and
-    states are sharded over dp x ep x cp; `parameter_bytes`, `gradient_bytes`: of an element that a rank keeps;
+    states are sharded over dp x ep x cp; `sequence_parallel`: between blocks, tokens are sharded over tp;
+    `parameter_bytes`, `gradient_bytes`: of an element that a rank keeps;
     `stages`: of a pipeline, by formula only."""
 
     batch: int | None = None
@@ -150,6 +151,7 @@ class StepOptions:
     lengths: tuple[int, ...] = field(default=(), repr=False)
     compiled: bool = False
     fsdp: bool = True
+    sequence_parallel: bool = False
     parameter_bytes: int = 4
     gradient_bytes: int = 4
     stages: int = 1

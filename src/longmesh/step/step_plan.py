@@ -74,7 +74,7 @@ class StepPlan:
             each = kind.repeats * times
             moved = [
                 (t, passes if kind.blocks else min(passes, 2))
-                for t in axes.block_transfers(kind, self.trace, self.mesh, self.trace.tokens)
+                for t in axes.block_transfers(kind, self.trace, self.mesh, self.options)
             ]
             if self.options.fsdp:
                 moved += [
@@ -121,11 +121,9 @@ def plan_traced(
         raise LongmeshError(f"a sequence of {seq_len} tokens can't be cut over cp={mesh.cp} ranks; use fewer")
     per_row = math.ceil(seq_len / mesh.cp)
     trace = tracer(per_row * options.rows, mesh.cp, mesh.tp, options.loss)
-    outer = (
-        trace
-        if mesh.tp == 1
-        else tracer(math.ceil(per_row * options.rows / mesh.tp), mesh.cp, mesh.tp, options.loss)
-    )
+    outer = trace
+    if options.sequence_parallel and mesh.tp > 1:
+        outer = tracer(math.ceil(trace.tokens / mesh.tp), mesh.cp, mesh.tp, options.loss)
     costs = tuple(
         cost_attention(kind.calls, seq_len, mesh, machine, options, trace.layout) for kind in trace.kinds
     )

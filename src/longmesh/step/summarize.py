@@ -59,7 +59,18 @@ def summarize(
         messages_backward=_messages(sent[1]),
         blocks=facts.blocks,
         top_k=facts.top_k,
+        alternate_products=_alternate_products(recorder, section),
     )
+
+
+def _alternate_products(recorder: Recorder, section: int) -> float:
+    """What selective checkpointing keeps of products: the result of the first, the third, and so on."""
+    here = [
+        op
+        for op in recorder.ops
+        if op.place.section == section and op.kind == "product" and not op.is_backward
+    ]
+    return float(sum(op.writes[0].num_bytes for op in here[::2]))
 
 
 def _work(recorder: Recorder, place: Place, is_backward: bool) -> Work:

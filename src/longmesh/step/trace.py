@@ -96,7 +96,8 @@ class LayerTrace:
     """One kind of layer; `inner` work is that of attention and MLP blocks, `outer` between them.
 
     `forward_peak` and `backward_peak`: bytes alive at most above those at the pass's start, gradients of parameters
-    left out. `parameters` and `expert_parameters`: elements.
+    left out. `parameters` and `expert_parameters`: elements. `alternate_products`: bytes of every second product's
+    result, the first among them.
     """
 
     name: str
@@ -116,6 +117,7 @@ class LayerTrace:
     messages_backward: tuple[Message, ...] = ()
     blocks: int = 0
     top_k: float = 0.0
+    alternate_products: float = 0.0
 
     @property
     def saved_bytes(self) -> float:
