@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from longmesh.attention import masks, plan_attention
 from longmesh.attention.execute.watch import current_watcher
 from longmesh.hf.layer_kinds import Kinds
 from longmesh.hf.trace_model import ModuleFacts, empty, trace_module
-from longmesh.step.trace import ModelTrace, interpolate
-from longmesh.testing.device import DEVICE, fake_rank, hollow
+from longmesh.step.trace import ModelTrace, Work, interpolate
+from longmesh.testing.device import fake_rank, hollow
 
 
 class Sizes(NamedTuple):
@@ -37,6 +38,40 @@ LLAMA_8B = Sizes(4096, 14336, 32, 32, 8, 128256)
 LLAMA_70B = Sizes(8192, 28672, 80, 64, 8, 128256)
 LLAMA_405B = Sizes(16384, 53248, 126, 128, 8, 128256)
 LLAMA2_7B = Sizes(4096, 11008, 32, 32, 32, 32000)
+
+
+class How(NamedTuple):
+    """Tiles of MLP and loss, in tokens; whether queries and keys are turned in fp32; whether all linear layers may be
+    float8, or those of the MLP only; whether a norm is one kernel that keeps its input and a number per token."""
+
+    mlp_tile: int | None = None
+    loss_tile: int | None = None
+    wide_angles: bool = True
+    all_float8: bool = True
+    fused_norm: bool = False
+
+
+class FusedNorm(torch.autograd.Function):
+    """The shapes of a norm that is one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_zeros(x.shape[:-1], dtype=torch.float32))
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(weight)
+
+
+class Norm(nn.RMSNorm):
+    def __init__(self, s: Sizes, how: How) -> None:
+        super().__init__(s.hidden, eps=1e-5)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FusedNorm.apply(x, self.weight) if self.how.fused_norm else super().forward(x)
 
 
 class FusedAttention(torch.autograd.Function):
@@ -63,26 +98,25 @@ class FusedAttention(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    def __init__(self, s: Sizes) -> None:
+    def __init__(self, s: Sizes, how: How) -> None:
         super().__init__()
-        self.s = s
+        self.s, self.how = s, how
         self.wq = nn.Linear(s.hidden, s.heads * s.head_dim, bias=False)
         self.wk = nn.Linear(s.hidden, s.kv_heads * s.head_dim, bias=False)
         self.wv = nn.Linear(s.hidden, s.kv_heads * s.head_dim, bias=False)
         self.wo = nn.Linear(s.heads * s.head_dim, s.hidden, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        q, k, v = (
-            w(x).view(*x.shape[:2], -1, self.s.head_dim) for w in (self.wq, self.wk, self.wv)
-        )
+        q, k, v = (w(x).view(*x.shape[:2], -1, self.s.head_dim) for w in (self.wq, self.wk, self.wv))
+        angles = angles.float() if self.how.wide_angles else angles.to(q.dtype)
         q, k = rotate(q, angles), rotate(k, angles)
         out = FusedAttention.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.wo(out.transpose(1, 2).reshape(*x.shape[:2], -1))
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Pairs of features turned by their angles, in fp32."""
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    """Pairs of features turned by their angles, in the dtype of those."""
+    a, b = x.to(angles.dtype).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angles.unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(3).to(x.dtype)
 
@@ -106,10 +140,10 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, s: Sizes, mlp_tile: int | None) -> None:
+    def __init__(self, s: Sizes, how: How) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(s), FeedForward(s, mlp_tile)
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(s.hidden, eps=1e-5), nn.RMSNorm(s.hidden, eps=1e-5)
+        self.attention, self.feed_forward = Attention(s, how), FeedForward(s, how.mlp_tile)
+        self.attention_norm, self.ffn_norm = Norm(s, how), Norm(s, how)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), angles)
@@ -117,12 +151,12 @@ class Layer(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    def __init__(self, s: Sizes, mlp_tile: int | None = None, loss_tile: int | None = None) -> None:
+    def __init__(self, s: Sizes, how: How) -> None:
         super().__init__()
-        self.loss_tile = loss_tile
+        self.loss_tile = how.loss_tile
         self.embeddings = nn.Embedding(s.words, s.hidden)
-        self.layers = nn.ModuleList([Layer(s, mlp_tile)])
-        self.norm = nn.RMSNorm(s.hidden, eps=1e-5)
+        self.layers = nn.ModuleList([Layer(s, how)])
+        self.norm = Norm(s, how)
         self.output = nn.Linear(s.hidden, s.words, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor, angles: Tensor) -> Tensor:
@@ -142,14 +176,16 @@ class PlainLlama(nn.Module):
 class PlainTracer:
     """Traces of a plain Llama, as `plan_traced` asks for them."""
 
-    def __init__(self, sizes: Sizes, mlp_tile: int | None = None, loss_tile: int | None = None) -> None:
-        self.sizes, self._tiles = sizes, (mlp_tile, loss_tile)
+    def __init__(self, sizes: Sizes, how: How) -> None:
+        self.sizes, self._how = sizes, how
         self._pairs: dict[int, tuple[ModelTrace, ModelTrace]] = {}
 
     def __call__(self, tokens: int, cp: int, tp: int, loss: str) -> ModelTrace:
         if tp not in self._pairs:
             s = self.sizes
-            shard = s._replace(width=s.width // tp, heads=s.heads // tp, kv_heads=s.kv_heads // tp, words=-(-s.words // tp))
+            shard = s._replace(
+                width=s.width // tp, heads=s.heads // tp, kv_heads=s.kv_heads // tp, words=-(-s.words // tp)
+            )
             with fake_rank(0, 1):
                 first, second = (self._trace(shard, count) for count in (8192 + 64, 16384 + 192))
             self._pairs[tp] = first, second
@@ -157,7 +193,7 @@ class PlainTracer:
 
     def _trace(self, s: Sizes, tokens: int) -> ModelTrace:
         with torch.device("meta"):
-            model = PlainLlama(s, *self._tiles).bfloat16()
+            model = PlainLlama(s, self._how).bfloat16()
         model = empty(model)
         ids = hollow(torch.empty(1, tokens, dtype=torch.int64, device="meta"))
         angles = hollow(torch.empty(tokens, 1, s.head_dim // 2, 2, device="meta"))
@@ -167,7 +203,15 @@ class PlainTracer:
             yield lambda: model(ids, ids, angles)
 
         kinds = Kinds(model.layers, (0,), (s.layers,))
-        return trace_module(model, kinds, scope, tokens, 1, ModuleFacts("plain llama", s.hidden))
+        found = trace_module(model, kinds, scope, tokens, 1, ModuleFacts("plain llama", s.hidden))
+        if self._how.all_float8:
+            return found
+        (layer,) = found.kinds
+        works = {n: _float8_only_in(getattr(layer, n), s.width) for n in ("forward_inner", "backward_inner")}
+        return replace(found, kinds=(replace(layer, **works),))
 
 
-assert DEVICE  # the made-up device is registered by fake_rank
+def _float8_only_in(work: Work, width: int) -> Work:
+    """The other products are not taken for those of linear layers."""
+    products = tuple(replace(p, is_linear=width in (p.m, p.n, p.k)) for p in work.products)
+    return replace(work, products=products)

@@ -44,7 +44,7 @@ def _gpu_rates(gpu: Gpu) -> tuple[Rate, ...]:
     return tuple(found)
 
 
-def _gpus(gpu: Gpu) -> Cluster:
+def gpu_cluster(gpu: Gpu) -> Cluster:
     """Nodes of 8 GPUs. Of a link's bandwidth collectives reach 80 %; a copy reads and writes."""
     levels = (
         Level("device", 1, Link.of(latency_us=5.0, bytes_per_us=gpu.hbm * gpu.copies / 2 / 1e6)),
@@ -63,7 +63,7 @@ CLUSTERS: dict[str, Cluster] = {
         call_us=50.0,
         overlap=0.5,
     ),
-    **{name: _gpus(gpu) for name, gpu in GPUS.items()},
+    **{name: gpu_cluster(gpu) for name, gpu in GPUS.items()},
 }
 
 

@@ -19,7 +19,6 @@ from longmesh.step.setting import AXES, StepMesh, StepOptions
 from longmesh.step.trace import LayerTrace, ModelTrace
 
 FSDP_AXES = ("dp", "ep", "cp")
-GATHERED_BYTES = 2  # of an element of a gathered parameter: bf16
 
 
 class Transfer(NamedTuple):
@@ -52,8 +51,8 @@ def dense_and_experts(layer: LayerTrace, mesh: StepMesh) -> tuple[float, float]:
 
 def gather_parameters(layer: LayerTrace, mesh: StepMesh, options: StepOptions) -> tuple[Transfer, ...]:
     """One gathering of a unit's parameters."""
-    itemsize = 1 if options.matmul_dtype == "float8" and layer.blocks else GATHERED_BYTES
-    return _sharded(layer, mesh, options, "all_gather", itemsize if layer.blocks else GATHERED_BYTES)
+    is_float8 = options.matmul_dtype == "float8" and layer.blocks > 0
+    return _sharded(layer, mesh, options, "all_gather", 1 if is_float8 else options.compute_bytes)
 
 
 def reduce_gradients(layer: LayerTrace, mesh: StepMesh, options: StepOptions) -> tuple[Transfer, ...]:

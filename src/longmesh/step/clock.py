@@ -217,6 +217,8 @@ def time_step(
         ("fsdp" if options.fsdp else "ddp", float(forward_wait + backward_wait) * times),
     )
     total = (one_forward + one_backward) * times * bubble + optimizer
+    if not options.fsdp:  # DDP reduces gradients in the last micro-batch only
+        total -= backward_wait * (times - 1)
     return StepTime(total, one_forward * times, one_backward * times, optimizer, compute, recompute, waits)
 
 

@@ -9,14 +9,14 @@ working      what one layer, or the loss, has alive besides at its peak
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from longmesh.step import axes
 from longmesh.step.attention_cost import AttentionCost
 from longmesh.step.setting import StepMachine, StepMesh, StepOptions
-from longmesh.step.trace import LayerTrace, ModelTrace
+from longmesh.step.trace import LayerTrace, ModelTrace, Saved
 
-_STATE_BYTES = 8  # AdamW's two, fp32
 _OFFLOADED = 2  # inputs of layers that are on the device: the one at work, and the one that comes or goes
 
 
@@ -40,6 +40,16 @@ def local_parameters(trace: ModelTrace, mesh: StepMesh, options: StepOptions) ->
             experts /= axes.group_size(mesh, ("dp", "cp"))
         total += (dense + experts) * times
     return total / options.stages
+
+
+def between_blocks(layer: LayerTrace, mesh: StepMesh, options: StepOptions) -> LayerTrace:
+    """The layer with what it saves between blocks sharded over tp, and the gathered inputs of its blocks beside, if
+    the sequence is sharded there."""
+    if not options.sequence_parallel or mesh.tp == 1:
+        return layer
+    saved = tuple(s if s.inner else replace(s, num_bytes=s.num_bytes / mesh.tp) for s in layer.saved)
+    gathered = Saved(layer.input_bytes * layer.blocks, "all_gather", "other", True)
+    return replace(layer, saved=(*saved, gathered), input_bytes=layer.input_bytes / mesh.tp)
 
 
 def kept_bytes(layer: LayerTrace, options: StepOptions) -> float:
@@ -71,6 +81,7 @@ def measure_memory(
     options: StepOptions,
 ) -> StepMemory:
     """The peak over the phases of a step."""
+    trace = replace(trace, kinds=tuple(between_blocks(kind, mesh, options) for kind in trace.kinds))
     states = _states(trace, mesh, options)
     kept = sum(kept_bytes(kind, options) * kind.repeats for kind in trace.kinds)
     if options.offload and options.trains:
@@ -78,8 +89,8 @@ def measure_memory(
         kept -= on_host - _OFFLOADED * max((kind.input_bytes for kind in trace.kinds), default=0.0)
     outside = trace.outside
     units = [*trace.kinds]
-    gathered = [sum(axes.dense_and_experts(unit, mesh)) * axes.GATHERED_BYTES for unit in units]
-    root = sum(axes.dense_and_experts(outside, mesh)) * axes.GATHERED_BYTES
+    gathered = [sum(axes.dense_and_experts(unit, mesh)) * options.compute_bytes for unit in units]
+    root = sum(axes.dense_and_experts(outside, mesh)) * options.compute_bytes
     largest = max(gathered, default=0.0)
     if not options.fsdp or axes.group_size(mesh, axes.FSDP_AXES) == 1:
         root = largest = 0.0  # mixed precision of parameters that are not sharded casts one use at a time
@@ -97,7 +108,7 @@ def measure_memory(
     found.append(("loss", {"saved": kept, "gathered parameters": root + largest, "logits and loss": head}))
     if options.trains:
         tail = outside.saved_bytes + outside.backward_peak
-        gradient = root * (options.gradient_bytes / axes.GATHERED_BYTES) if root else 0.0
+        gradient = root * (options.gradient_bytes / options.compute_bytes) if root else 0.0
         found.append(
             ("loss backward", {"saved": kept, "gathered parameters": root + largest, "logits and loss": tail,
                                "whole gradients": gradient})
@@ -128,13 +139,12 @@ def _compiled_share(kind: LayerTrace) -> float:
 def _states(trace: ModelTrace, mesh: StepMesh, options: StepOptions) -> dict[str, float]:
     local = local_parameters(trace, mesh, options)
     if not options.trains:
-        return {"parameters": local * axes.GATHERED_BYTES}
+        return {"parameters": local * options.compute_bytes}
     found = {"parameters": local * options.parameter_bytes, "gradients": local * options.gradient_bytes}
     if options.optimizer == "adamw":
-        found["optimizer states"] = local * _STATE_BYTES
-    if options.optimizer == "adamw-offload":
-        found["parameters"] = local * axes.GATHERED_BYTES
-        found["gradients"] = local * axes.GATHERED_BYTES
+        found["optimizer states"] = local * options.state_bytes
+    if options.optimizer == "adamw-offload":  # gradients go to the host as they are made
+        found = {"parameters": local * options.compute_bytes}
     return found
 
 

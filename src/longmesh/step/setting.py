@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from longmesh.errors import LongmeshError
 from longmesh.plan.cluster import Cluster
-from longmesh.plan.gpus import GIGA, GPUS
-from longmesh.plan.named_clusters import FLOAT8, named_cluster
+from longmesh.plan.gpus import GIGA, GPUS, Gpu
+from longmesh.plan.named_clusters import FLOAT8, gpu_cluster
 from longmesh.plan.rate import Rate
 
 RECOMPUTE = ("none", "selective", "full")
@@ -72,16 +72,16 @@ class StepMachine:
     assumed: tuple[Assumed, ...] = ()
 
     @staticmethod
-    def of_gpus(name: str, *, memory_bytes: float | None = None) -> StepMachine:
-        """Nodes of 8 GPUs of that name."""
-        gpu = GPUS.get(name)
+    def of_gpus(which: str | Gpu, *, memory_bytes: float | None = None) -> StepMachine:
+        """Nodes of 8 GPUs: those of a name, or with figures of their own."""
+        gpu = GPUS.get(which.lower()) if isinstance(which, str) else which
         if gpu is None:
             raise LongmeshError(
-                f"GPU {name!r} is not known; use one of {', '.join(GPUS)}, or give a cluster file"
+                f"GPU {which!r} is not known; use one of {', '.join(GPUS)}, or give a cluster file"
             )
-        assumed = [Assumed(f"{name}: {what}", _figure(name, what), source) for what, source in gpu.sources]
+        assumed = [Assumed(f"{gpu.name}: {what}", _figure(gpu, what), source) for what, source in gpu.sources]
         return StepMachine(
-            cluster=named_cluster(name),
+            cluster=gpu_cluster(gpu),
             memory_bytes=memory_bytes or gpu.memory_bytes,
             host_bytes_per_us=gpu.host / 1e6,
             assumed=(
@@ -117,8 +117,7 @@ def _scaled(rate: Rate, rates: tuple[Rate, ...], chosen: dict[str, float]) -> Ra
     return replace(rate, flops_per_us=rate.flops_per_us / most * chosen[rate.op] * 1e6)
 
 
-def _figure(name: str, what: str) -> str:
-    gpu = GPUS[name]
+def _figure(gpu: Gpu, what: str) -> str:
     if what == "matmul":
         float8 = f", float8 {gpu.peak_float8 * gpu.float8 / 1e12:.0f}" if gpu.peak_float8 else ""
         return f"bf16 {gpu.peak_bf16 * gpu.matmul / 1e12:.0f}{float8} TFLOP/s"
@@ -137,7 +136,8 @@ class StepOptions:
     """How a step runs. `batch`: sequences of a step over all ranks (None: one for each dp rank); `rows`: sequences at
     a time on a rank; `compiled`: chains of memory-bound ops are one kernel each; `fsdp`: parameters, gradients and
     states are sharded over dp x ep x cp; `sequence_parallel`: between blocks, tokens are sharded over tp;
-    `parameter_bytes`, `gradient_bytes`: of an element that a rank keeps;
+    `compute_bytes`: of an element of a gathered parameter; `parameter_bytes`, `gradient_bytes`, `state_bytes` (both of
+    AdamW's): of an element that a rank keeps;
     `stages`: of a pipeline, by formula only."""
 
     batch: int | None = None
@@ -152,8 +152,10 @@ class StepOptions:
     compiled: bool = False
     fsdp: bool = True
     sequence_parallel: bool = False
-    parameter_bytes: int = 4
-    gradient_bytes: int = 4
+    compute_bytes: int = 2
+    parameter_bytes: int = 2
+    gradient_bytes: int = 2
+    state_bytes: int = 4
     stages: int = 1
 
     def __post_init__(self) -> None:
@@ -169,6 +171,11 @@ class StepOptions:
             raise LongmeshError(
                 "offload=True: inputs of layers go to the host, so recompute must be selective or full"
             )
+
+    def keeping(self, dtype: str) -> StepOptions:
+        """The same with parameters, gradients and AdamW's states that a rank keeps in "bf16" or "fp32"."""
+        size = {"bf16": 2, "fp32": 4}[dtype]
+        return replace(self, parameter_bytes=size, gradient_bytes=size, state_bytes=2 * size)
 
     @property
     def trains(self) -> bool:

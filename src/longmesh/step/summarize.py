@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from longmesh.comm.record import CommEvent
-from longmesh.step.record import PRODUCTS, Op, Place, Recorder
+from longmesh.step.record import OUTSIDE, PRODUCTS, Op, Place, Recorder
 from longmesh.step.trace import AttentionCall, LayerTrace, Message, Product, Saved, Work
 
 
@@ -153,18 +153,19 @@ def _chain_bytes(chain: Sequence[tuple[int, Op]], last_read: dict[int, int]) -> 
 
 
 def _saved(recorder: Recorder, section: int, left_out: Collection[int]) -> tuple[Saved, ...]:
-    made_in = {event.storage: event.place.section for event in recorder.events if event.num_bytes >= 0}
+    made_in = {event.storage: event.place for event in recorder.events if event.num_bytes >= 0}
     given = recorder.inputs.get(section)
     found: list[Saved] = []
     for number in recorder.saved:
         # What was made outside the layers and is no layer's input (tables of angles) is there once for all of them.
         is_input = number == given
-        home = section if is_input else made_in.get(number, 0)
+        made = made_in.get(number, OUTSIDE)
+        home = section if is_input else made.section
         if number in left_out or home != section or (section == 0 and number in recorder.inputs.values()):
             continue
         op = recorder.made_by.get(number, "given")
         kind = "input" if is_input else "product" if op in PRODUCTS else op if op == "attention" else "other"
-        found.append(Saved(float(recorder.sizes[number]), op, kind))
+        found.append(Saved(float(recorder.sizes[number]), op, kind, made.inner))
     return tuple(found)
 
 

@@ -66,11 +66,12 @@ class Work:
 @dataclass(frozen=True)
 class Saved:
     """A storage that autograd keeps for backward: `op` made it, which was a `product`, "attention", a layer's "input"
-    or "other" (cheap to compute again)."""
+    or "other" (cheap to compute again). `inner`: it was made inside a block."""
 
     num_bytes: float
     op: str
     kind: str
+    inner: bool
 
 
 @dataclass(frozen=True)

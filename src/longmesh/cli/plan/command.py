@@ -50,7 +50,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--batch-tokens", type=token_count, metavar="N", help="the same in tokens")
     parser.add_argument(
-        "--rows", type=whole_number, metavar="N", help="sequences at a time on a rank (default 1)"
+        "--rows",
+        type=whole_number,
+        metavar="N",
+        help="sequences at a time on a rank (default: all of a rank's)",
     )
     parser.add_argument(
         "--documents", metavar="FILE", help="lengths of the documents of a sequence, one per line"
@@ -63,6 +66,14 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), default="bf16", help="of computing (default bf16)"
+    )
+    parser.add_argument(
+        "--param-dtype",
+        choices=("bf16", "fp32"),
+        help="of parameters, gradients and states that a rank keeps (default: as --dtype)",
+    )
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="between blocks, tokens are sharded over tp"
     )
     parser.add_argument(
         "--matmul-dtype", choices=("bf16", "float8"), default="bf16", help="of linear layers (default bf16)"

@@ -20,6 +20,7 @@ from longmesh.step.search import Choices, Found
 from longmesh.step.setting import StepMachine, StepMesh, StepOptions
 
 SHOWN = 5
+MOST_ROWS = 16  # that the search tries
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,7 +49,9 @@ def search(options: argparse.Namespace) -> Found:
         exchange=options.exchange,
         lengths=read_lengths(options.documents) if options.documents else (),
         compiled=options.compiled,
-    )
+        sequence_parallel=options.sequence_parallel,
+        compute_bytes=4 if options.dtype == "fp32" else 2,
+    ).keeping(options.param_dtype or options.dtype)
     count = options.gpus[0] if options.gpus else options.ranks
     meshes = None if options.mesh is None else [StepMesh(**options.mesh)]
     return search_with(
@@ -68,7 +71,17 @@ def choices_of(options: argparse.Namespace) -> Choices:
     else:
         policies = Choices().policies
     losses = Choices().losses if options.loss is None else (options.loss,)
-    return Choices(policies=policies, losses=losses)
+    return Choices(policies=policies, losses=losses, rows=rows_of(options))
+
+
+def rows_of(options: argparse.Namespace) -> tuple[int, ...]:
+    """Sequences at a time on a rank: as given; all of a given batch on a given mesh; else the search chooses."""
+    batch = batch_of(options)
+    if options.rows is not None or batch is None:
+        return (options.rows or 1,)
+    if options.mesh is not None:
+        return (batch // (options.mesh.get("dp", 1) * options.mesh.get("ep", 1)),)
+    return tuple(rows for rows in range(1, min(batch, MOST_ROWS) + 1) if batch % rows == 0)
 
 
 def machine_of(options: argparse.Namespace) -> StepMachine:

@@ -15,11 +15,11 @@ from longmesh._torch.devices import DeviceHooks, DeviceModule, register_python_d
 
 DEVICE = "sim"
 _AUTOCAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
-# Ops that torch would make of an empty tensor that they resize, which ours cannot; and the copy to the device, which
-# torch.tensor(list, device="sim") wants a kernel for.
+# Ops that torch would make of an empty tensor that they resize, which ours cannot; the copy to the device, which
+# torch.tensor(list, device="sim") wants a kernel for; and what a GPU has one kernel for, and other devices several.
 _WHOLE = (
     "_to_copy", "arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "logspace", "randperm",
-    "randperm.generator", "range", "range.step", "tril_indices", "triu_indices",
+    "randperm.generator", "range", "range.step", "silu_backward", "tril_indices", "triu_indices",
 )  # fmt: skip
 
 
