@@ -11,7 +11,7 @@ from longmesh.attention.mask.document import documents
 from longmesh.attention.plan.api import plan_attention
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.attention.plan.head_sizes import HeadSizes
-from longmesh.attention.plan.stats import heads_of, rank_stats, swapped_elements
+from longmesh.attention.plan.stats import heads_of, rank_stats, sent_fragments, swapped_elements
 from longmesh.plan.cluster import Cluster
 from longmesh.step.setting import StepMachine, StepMesh, StepOptions
 from longmesh.step.trace import AttentionCall
@@ -135,11 +135,7 @@ def backward_sent_bytes(plan: AttentionPlan, rank: int, forward_bytes: int) -> i
         element = sum(mine.kv_heads_of_groups) * sizes.kv_dim
         received = schedule.received(group)
         arrived = int((received[:, STOP] - received[:, START]).sum())
-        lent = (
-            schedule.received((group + 1) % schedule.ownership.num_ranks)
-            if schedule.relay
-            else schedule.lent(group)
-        )
+        lent = sent_fragments(schedule, group)
         left = int((lent[:, STOP] - lent[:, START]).sum())
         total += element * (left * sizes.dtype_bytes + arrived * sizes.wide_bytes)
         moved = schedule.queries[:, STOP] - schedule.queries[:, START]

@@ -90,15 +90,17 @@ def _one_group(row: RowPlan, group: int) -> GroupFigures:
     there, home = s.queries[:, RANK] == group, s.queries[:, OWNER] == group
     size = s.queries[:, STOP] - s.queries[:, START]
     moved = int(size[there].sum()), int(size[home].sum())
-    sent = _passed_on(s, group) if s.exchange.hops else s.lent(group)
+    sent = sent_fragments(s, group)
     rows, leaving = (int((x[:, STOP] - x[:, START]).sum()) for x in (f, sent))
     arrives, leaves = np.array([rows, *moved]), np.array([leaving, *moved[::-1]])
     return GroupFigures(float(area(tiles).sum()), len(tiles), arrives, leaves, _held_rows(row, group))
 
 
-def _passed_on(s: Schedule, group: int) -> np.ndarray:
-    """The fragments of others' buffers that came out of a group's."""
+def sent_fragments(s: Schedule, group: int) -> np.ndarray:
+    """The fragments of keys that a group sends: of its own shard, or of what it holds and passes on."""
     n, hops = s.ownership.num_ranks, s.exchange.hops
+    if not hops:
+        return s.lent(group)
     parts: list[np.ndarray] = []
     for to in sorted({(group + hop) % n for hop in hops}):
         f = s.received(to)
