@@ -20,6 +20,7 @@ from torch import nn
 from longmesh._torch import own_buffers, own_parameters, tree_map
 from longmesh._torch.bridge import torch_spec_types
 from longmesh.errors import LongmeshError
+from longmesh.parallel.local_parameters import has_local_parameters
 from longmesh.parallel.modules import Styled, is_styled
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
 from longmesh.tensor import DTensor
@@ -72,7 +73,7 @@ def adopt(parameter: Any) -> Any:
 
 def _let_adopt(root: nn.Module, function: Callable[[Any], Any] | None) -> None:
     for module in root.modules():
-        if isinstance(module, Styled):
+        if isinstance(module, Styled) or has_local_parameters(module):
             module.__dict__["adopt"] = function
 
 

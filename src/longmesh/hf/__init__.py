@@ -16,7 +16,7 @@ Pitfall: rows of padding see padding only, so what they predict is not what one 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from longmesh.hf.axes import from_pretrained, parallelize, save_pretrained
+from longmesh.hf.axes import average_gradients, from_pretrained, parallelize, save_pretrained
 from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.interface import register
 from longmesh.hf.scope import context_parallel, plan_ahead
@@ -31,6 +31,7 @@ __all__ = [
     "ShardedCache",
     "Trainer",
     "Verification",
+    "average_gradients",
     "context_parallel",
     "cut_batch",
     "from_pretrained",

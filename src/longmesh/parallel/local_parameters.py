@@ -80,6 +80,11 @@ def _run_locally(module: nn.Module, views: Mapping[str, View | None]) -> None:
     module.__dict__["has_local_parameters"] = True
 
 
+def has_local_parameters(module: nn.Module) -> bool:
+    """Whether the style was applied to this very module."""
+    return module.__dict__.get("has_local_parameters", False)
+
+
 def _local(module: nn.Module, parameter: Any, view: View | None) -> Any:
     adopt: Callable[[Any], Any] | None = module.__dict__.get("adopt")
     parameter = parameter if adopt is None else adopt(parameter)
