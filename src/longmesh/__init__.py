@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         get_rng_state,
         manual_seed,
         ones,
+        plan_op,
         rand,
         randn,
         set_rng_state,
@@ -79,6 +80,7 @@ __all__ = [
     "manual_seed",
     "named_cluster",
     "ones",
+    "plan_op",
     "plan_redistribute",
     "rand",
     "randn",
@@ -100,7 +102,7 @@ _HOMES = {
     "longmesh.spec": "DTensorSpec Layout MaskPartial MeshShape Partial Placement Replicate Shard ShardOrderEntry"
     " TensorMeta",
     "longmesh.tensor": "DTensor capture compute_local_shape_and_global_offset distribute_module distribute_tensor"
-    " empty full get_rng_state manual_seed ones rand randn set_rng_state zeros",
+    " empty full get_rng_state manual_seed ones plan_op rand randn set_rng_state zeros",
     "longmesh.tensor.flex": "flex_attention",
     "longmesh.tiles": "tiled tiled_cross_entropy token_logprobs",
 }

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from longmesh import DTensor, Partial, Replicate, Shard, distribute_tensor
 from longmesh._torch import TorchDispatchMode
+from longmesh.rules.tree import map_tensors
 from longmesh.tensor import direct
+from longmesh.tensor.bound_plan import execute
 from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.op_plan import execute
-from longmesh.tensor.tree import map_tensors
 from longmesh.testing import cpu_mesh
 
 aten = torch.ops.aten

@@ -43,7 +43,7 @@ class ByteCheck(OpWatch):
 
     def on_op(self, op):
         sent = sum(event.sent_bytes for event in op.events)
-        planned = 0 if op.plan is None else op.plan.sent_bytes
+        planned = 0 if op.plan is None else op.plan.sent_bytes or 0
         self.num_ops += 1
         self.num_sending += sent > 0
         if sent != planned:
@@ -208,7 +208,7 @@ def loss_bytes(mesh_shape, placements, options):
     given = (-100, options.get("reduction", "mean"), options.get("label_smoothing", 0.0))
     plans = fused_plans(given, logits._tensor_layout, whole._tensor_layout)
     assert len(plans) == 2
-    return [plan.sent_bytes for plan in plans], [forward.total_bytes, backward.total_bytes]
+    return [plan.plan.sent_bytes for plan in plans], [forward.total_bytes, backward.total_bytes]
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"reduction": "sum", "label_smoothing": 0.1}])

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from longmesh import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from longmesh.rules.tree import all_tensors
 from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.tree import all_tensors
 
 WEIGHTS = ("replicated", "first dim", "last dim")
 

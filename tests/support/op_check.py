@@ -17,9 +17,9 @@ import warnings
 import torch
 
 from longmesh import DTensor
+from longmesh.rules.tree import map_tensors
 from longmesh.spec import Layout
 from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.tree import map_tensors
 from longmesh.testing.mesh import world_mesh
 from support.layouts import random_layout
 from support.simulate import make_locals

@@ -11,8 +11,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from longmesh import DTensor, Layout
 from longmesh.errors import LongmeshError
+from longmesh.rules.tree import map_tensors
 from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.tree import map_tensors
 from longmesh.testing.mesh import world_mesh
 from support.layouts import random_layout
 from support.op_check import distribute

@@ -15,9 +15,9 @@ import itertools
 import torch
 
 from longmesh.rules import AxisRule, OpCall, Rule, find_rule
+from longmesh.rules.tree import map_tensors
 from longmesh.spec import Layout, MeshShape, Partial, Replicate, Shard
 from longmesh.tensor.op_facts import functional_form, rule_name, run_on_meta
-from longmesh.tensor.tree import map_tensors
 from support.rule_check import describe, run_local
 from support.simulate import combine, make_locals
 
@@ -31,7 +31,8 @@ def propose_lines(func, args, kwargs, known=None, ranks=RANKS):
     A line is lacking if no known one takes its inputs as it does. None where there are too many to try.
     """
     func = functional_form(func) or func
-    rule = find_rule(rule_name(func)) or Rule(lambda call: [])
+    rule = find_rule(rule_name(func))
+    rule = Rule(lambda call: []) if rule is None or rule.axis_rules is None else rule
     tensors, expected = [], []
     map_tensors(tensors.append, (args, kwargs))
     map_tensors(expected.append, func(*args, **kwargs))

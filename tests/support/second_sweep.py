@@ -8,7 +8,7 @@ import torch
 
 from longmesh import DTensor, Layout
 from longmesh.errors import LongmeshError
-from longmesh.tensor.tree import all_tensors, map_tensors
+from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.testing.mesh import world_mesh
 from support.layouts import random_layout
 from support.op_check import distribute

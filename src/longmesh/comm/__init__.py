@@ -1,7 +1,7 @@
 """The only room that issues collectives or makes groups."""
 
 from longmesh.comm.execute import run_plan
-from longmesh.comm.groups import AxisGroup, MeshComm, comm_anywhere, comm_of, kept_by_mesh
+from longmesh.comm.groups import AxisGroup, MeshComm, Place, comm_anywhere, comm_of, kept_by_mesh
 from longmesh.comm.record import CommEvent, CommLog, CommObserver, observe_comm, record_comm
 from longmesh.comm.world import World
 
@@ -11,6 +11,7 @@ __all__ = [
     "CommLog",
     "CommObserver",
     "MeshComm",
+    "Place",
     "World",
     "comm_anywhere",
     "comm_of",

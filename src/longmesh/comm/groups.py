@@ -14,8 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +48,14 @@ class AxisGroup:
         """Where a few numbers that the host will read are sent from: the CPU if it can be, else `device`, which the
         host then waits for."""
         return "cpu" if self.takes_cpu else device
+
+
+class Place(NamedTuple):
+    """A rank of a mesh, and the cluster that plans are made for: all that a plan depends on of a process."""
+
+    mesh: MeshShape
+    coordinate: Coordinate
+    cluster: Cluster
 
 
 class _Nobody:
@@ -102,6 +109,10 @@ class MeshComm:
         """Nothing in a copy of the mesh, which gets its own; of a type that torch.load allows."""
         return OrderedDict, ()
 
+    @property
+    def place(self) -> Place:
+        return Place(self.shape, self.coordinate, self.cluster)
+
     def group(self, axes: tuple[int, ...]) -> AxisGroup:
         """The group over `axes`. Collective over them the first time, if there are several."""
         group = self._groups.get(axes)
@@ -114,12 +125,7 @@ class MeshComm:
 
     def _make(self, axes: tuple[int, ...]) -> AxisGroup:
         mesh = self.mesh
-        members: dict[int, Coordinate] = {}
-        for places in product(*(range(self.shape.sizes[a]) for a in axes)):
-            coordinate = list(self.coordinate)
-            for axis, place in zip(axes, places, strict=True):
-                coordinate[axis] = place
-            members[self.global_rank(tuple(coordinate))] = tuple(coordinate)
+        members = {self.global_rank(c): c for c in self.shape.members(axes, self.coordinate)}
         if not self.is_member:
             names = tuple(self.shape.axis_name(a) for a in axes)
             return AxisGroup(_Nobody(), "", names, tuple(members.values()), tuple(members), 0, False)  # pyright: ignore[reportArgumentType]

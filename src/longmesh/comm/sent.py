@@ -1,7 +1,4 @@
-"""What this rank puts on the wire, before it does: exactly the bytes that a recorder sees afterwards.
-
-Pure but for the group: who is in it, and in which order, is the process's own.
-"""
+"""What a rank puts on the wire, before it does: exactly the bytes that a recorder sees afterwards. Pure."""
 
 from __future__ import annotations
 
@@ -11,39 +8,45 @@ import torch
 
 from longmesh.comm.collectives import can_reduce, range_split
 from longmesh.comm.execute import cached_transfer, wire_op
-from longmesh.comm.groups import AxisGroup, MeshComm
 from longmesh.comm.halo import Rows, is_local
 from longmesh.comm.intervals import Interval, Pieces
 from longmesh.plan import RedistributePlan, Step
+from longmesh.spec import Coordinate
 
 _REDUCED_AS_INTEGERS = (torch.float32, torch.float64)
 
 
-def redistribute_bytes(plan: RedistributePlan, dtype: torch.dtype, comm: MeshComm) -> int:
-    """Of a redistribution."""
-    return sum(_step_bytes(step, plan.shape, dtype, comm) for step in plan.steps if not step.is_local)
+def redistribute_bytes(
+    plan: RedistributePlan, dtype: torch.dtype, where: Coordinate
+) -> list[tuple[tuple[int, ...], int]]:
+    """The axes of each collective of a redistribution, and what the rank at `where` sends in it."""
+    return [
+        (step.axes, _elements(step, plan.shape, dtype, where) * dtype.itemsize)
+        for step in plan.steps
+        if not step.is_local
+    ]
 
 
-def _step_bytes(step: Step, shape: tuple[int, ...], dtype: torch.dtype, comm: MeshComm) -> int:
-    group = comm.group(step.axes)
+def _elements(step: Step, shape: tuple[int, ...], dtype: torch.dtype, where: Coordinate) -> int:
+    members = step.src.mesh.members(step.axes, where)
+    rank, size = members.index(where), len(members)
     if step.kind == "all_reduce":
-        held = math.prod(int(n) for n in step.src.local_shape(shape, comm.coordinate))
-        return all_reduce_elements(held, dtype, wire_op(step), group) * dtype.itemsize
-    transfer = cached_transfer(step, shape, comm.coordinate, group.members)
+        held = math.prod(int(n) for n in step.src.local_shape(shape, where))
+        return all_reduce_elements(held, dtype, wire_op(step), rank, size)
+    transfer = cached_transfer(step, shape, where, members)
     if step.kind == "all_gather" and transfer.is_uniform:
-        held = math.prod(int(n) for n in step.src.local_shape(shape, comm.coordinate))
-        return held * (group.size - 1) * dtype.itemsize
+        return math.prod(int(n) for n in step.src.local_shape(shape, where)) * (size - 1)
     counts = transfer.send_counts
-    return (sum(counts) - counts[group.rank]) * dtype.itemsize
+    return sum(counts) - counts[rank]
 
 
-def all_reduce_elements(numel: int, dtype: torch.dtype, reduce_op: str, group: AxisGroup) -> int:
+def all_reduce_elements(numel: int, dtype: torch.dtype, reduce_op: str, rank: int, size: int) -> int:
     """Of an all_reduce of `numel` elements: twice a share for each other rank, or pieces sent there and back."""
     is_ordered = dtype in _REDUCED_AS_INTEGERS and reduce_op in ("min", "max")
     if is_ordered or can_reduce(dtype, reduce_op):
-        return 2 * math.ceil(numel / group.size) * (group.size - 1)
-    mine = len(range_split(numel, group.size)[group.rank])
-    return numel - mine + mine * (group.size - 1)
+        return 2 * math.ceil(numel / size) * (size - 1)
+    mine = len(range_split(numel, size)[rank])
+    return numel - mine + mine * (size - 1)
 
 
 def interval_rows(have: tuple[Pieces, ...], want: tuple[Interval, ...], rank: int) -> int:

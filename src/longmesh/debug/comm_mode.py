@@ -27,8 +27,8 @@ from longmesh.comm.record import is_told
 from longmesh.debug import comm_report
 from longmesh.debug.foreign import describe_foreign, issued_by_longmesh
 from longmesh.debug.module_stack import GLOBAL, ModuleStack, now_us
+from longmesh.rules.tree import all_tensors
 from longmesh.tensor import DTensor
-from longmesh.tensor.tree import all_tensors
 
 
 @dataclass(slots=True)

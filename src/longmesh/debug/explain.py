@@ -20,8 +20,9 @@ from longmesh.comm import CommEvent
 from longmesh.debug.explanation import ExplainedOp, Explanation, Redistribution, Sending, Step
 from longmesh.debug.op_watch import OpWatch, WatchedOp
 from longmesh.plan import RedistributePlan, plan_redistribute
+from longmesh.rules.steps import Redistribute
 from longmesh.spec import Layout
-from longmesh.tensor.sending_steps import Redistribute
+from longmesh.tensor.step_cost import is_collective, route_of
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -63,12 +64,14 @@ class _Recorder(OpWatch):
 
 
 def _explain_op(op: WatchedOp) -> ExplainedOp:
-    steps = () if op.plan is None else op.plan.steps
+    plan = op.plan
+    steps, places = ((), ()) if plan is None else (plan.steps, plan.places)
+    sent = [0 if plan is None else plan.bytes_of(step) for step in steps]
     moves = [step for step in steps if isinstance(step, Redistribute)]
     ran_with = [operand.layout for operand in op.inputs]
     for move in moves:
         if move.input is not None and move.input < len(ran_with):
-            ran_with[move.input] = move.layout
+            ran_with[move.input] = move.want
     return ExplainedOp(
         name=str(op.func),
         where=op.where,
@@ -77,15 +80,17 @@ def _explain_op(op: WatchedOp) -> ExplainedOp:
         rule=_rule_lines(ran_with, [y.layout for y in op.outputs]),
         how=_how(op, moves),
         redistributions=tuple(
-            Redistribution("inside" if move.is_reduction else "implicit", move.plan, op.where, move.input)
+            Redistribution(
+                "inside" if move.is_reduction else "implicit", route_of(move, places), op.where, move.input
+            )
             for move in moves
         ),
         sends=tuple(
-            Sending(str(step), step.sent_bytes)
-            for step in steps
-            if step.is_collective and not isinstance(step, Redistribute)
+            Sending(str(step), count)
+            for step, count in zip(steps, sent, strict=True)
+            if is_collective(step, places) and not isinstance(step, Redistribute)
         ),
-        sent_bytes=sum(step.sent_bytes for step in steps),
+        sent_bytes=sum(sent),
         collectives=tuple(op.events),
     )
 
@@ -112,7 +117,8 @@ def _how(op: WatchedOp, moves: list[Redistribute]) -> str:
 
 def _cost(op: WatchedOp, moves: list[Redistribute]) -> str:
     """What the redistributions are predicted to take, beside the plain way out."""
-    took = sum(move.plan.cost_us for move in moves)
+    assert op.plan is not None
+    took = sum(route_of(move, op.plan.places).cost_us for move in moves)
     whole = 0.0
     for x in op.inputs:
         target = Layout.replicated(x.layout.mesh)

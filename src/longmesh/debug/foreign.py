@@ -11,7 +11,7 @@ import torch.distributed as dist
 from longmesh._torch import call_with_effect, group_named
 from longmesh.comm import CommEvent
 from longmesh.comm.record import call_site
-from longmesh.tensor.tree import all_tensors
+from longmesh.rules.tree import all_tensors
 
 # Per op of torch.ops.c10d: the kind of collective, and which argument is sent.
 _C10D = {

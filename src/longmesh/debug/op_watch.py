@@ -29,12 +29,11 @@ from longmesh._torch import (
 from longmesh.comm import AxisGroup, CommEvent, CommObserver, observe_comm, run_plan
 from longmesh.comm.record import call_site, is_told
 from longmesh.plan import Cluster, RedistributePlan
+from longmesh.rules.tree import all_tensors
 from longmesh.spec import Layout
 from longmesh.tensor import DTensor
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.op_plan import OpPlan
-from longmesh.tensor.steps import RunOps
-from longmesh.tensor.tree import all_tensors
 
 __all__ = ["Makers", "Spans", "in_backward", "running_node"]
 
@@ -147,9 +146,9 @@ class OpWatch(TorchDispatchMode):
         if not any(issubclass(kind, DTensor) for kind in types):
             return func(*args, **kwargs)
         inputs = _parts_of((args, kwargs))
-        op = WatchedOp(
-            func, tuple(map(Operand.of, inputs)), self.where(), dispatch.plan_of(func, args, kwargs)
-        )
+        bound = dispatch.plan_of(func, args, kwargs)
+        plan = None if bound is None else bound.plan
+        op = WatchedOp(func, tuple(map(Operand.of, inputs)), self.where(), plan)
         self.before_op(op)
         outer, self._running = self._running, op
         try:
@@ -162,7 +161,7 @@ class OpWatch(TorchDispatchMode):
         return result
 
     def _run(self, op: WatchedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if op.plan is None or not any(isinstance(step, RunOps) for step in op.plan.steps):
+        if op.plan is None or op.plan.is_known:
             return op.func(*args, **kwargs)
         with self:  # its ops are watched one by one
             return dispatch.from_torch(op.func, (), args, kwargs)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from longmesh.debug.op_watch import OpWatch, WatchedOp
 from longmesh.errors import LongmeshError
 from longmesh.plan.words import format_bytes
-from longmesh.tensor.sending_steps import Redistribute
-from longmesh.tensor.steps import Step
+from longmesh.rules.steps import Redistribute, Step
+from longmesh.tensor.op_plan import OpPlan
+from longmesh.tensor.step_cost import is_collective, route_of
 
 
 class strict(OpWatch):
@@ -26,19 +27,21 @@ class strict(OpWatch):
     """
 
     def before_op(self, op: WatchedOp) -> None:
-        for step in op.plan.steps if op.plan is not None else ():
-            if step.is_collective and not (isinstance(step, Redistribute) and step.is_reduction):
-                _refuse(op, step)
+        plan = op.plan
+        for step in plan.steps if plan is not None else ():
+            is_asked = isinstance(step, Redistribute) and step.is_reduction
+            if plan is not None and not is_asked and is_collective(step, plan.places):
+                _refuse(op, plan, step)
 
 
-def _refuse(op: WatchedOp, step: Step) -> None:
+def _refuse(op: WatchedOp, op_plan: OpPlan, step: Step) -> None:
     inputs = ", ".join(map(str, op.inputs))
     if not isinstance(step, Redistribute):
         raise LongmeshError(
-            f"strict(): {op.func} of {inputs} would send {format_bytes(step.sent_bytes)} from this rank "
+            f"strict(): {op.func} of {inputs} would send {format_bytes(op_plan.bytes_of(step))} from this rank "
             f"({step}), at {op.where}; redistribute its inputs first, so that the dims that it works along are whole"
         )
-    plan = step.plan
+    plan = route_of(step, op_plan.places)
     what = f"input {step.input}"
     remedy = f"call redistribute(placements={list(plan.dst.placements)}) on it first, or give it that layout"
     if step.input is None:

@@ -12,6 +12,7 @@ lists what is valid on one mesh axis: placements of the outputs and of the input
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from longmesh._torch import OpOverload, schema_of
@@ -69,10 +70,8 @@ def register_sharding(
 
 
 def _install(op: OpOverload, rule: Rule) -> None:
-    registered[rule_name(op)] = rule
-    dispatch.families.pop(op, None)
-    if schema_of(op).is_mutable:
-        dispatch.families[op] = run_written
+    is_mutable = schema_of(op).is_mutable
+    registered[rule_name(op)] = replace(rule, program=run_written) if is_mutable else rule
     dispatch.forget_plans()
 
 

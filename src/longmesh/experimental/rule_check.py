@@ -14,9 +14,9 @@ import torch
 from longmesh._torch import OpOverload
 from longmesh.errors import LongmeshError
 from longmesh.rules.rule import AxisRule, Meta, OpCall, Rule
+from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.spec import Layout, MeshShape, Partial, Placement, Shard
 from longmesh.tensor.op_facts import written_arguments
-from longmesh.tensor.tree import all_tensors, map_tensors
 
 _RANKS = (2, 3)
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -35,7 +35,7 @@ def check_rule(op: OpOverload, rule: Rule, args: tuple[Any, ...], kwargs: dict[s
     following = iter(metas)
     meta_args, meta_kwargs = map_tensors(lambda _: next(following), (args, kwargs))
     call = OpCall(op, meta_args, meta_kwargs, metas)
-    assert rule.out_meta is not None
+    assert rule.out_meta is not None and rule.axis_rules is not None
     call.outputs = rule.out_meta(call)
     expected = _run(op, args, kwargs, [t.clone() for t in tensors])
     for line in rule.axis_rules(call):

@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from longmesh._torch import OpOverload, schema_of
-from longmesh.rules.rule import OutMeta
+from longmesh.rules.planned import Part, Planned
+from longmesh.rules.rule import OutMeta, arguments_of
 from longmesh.rules.table import registered
+from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.spec import Layout
-from longmesh.tensor.by_rule import describe_call
-from longmesh.tensor.op_facts import bind, rule_name, written_arguments
-from longmesh.tensor.planned import Part, Planned
+from longmesh.tensor.lines import describe_call
+from longmesh.tensor.op_facts import rule_name, written_arguments
 from longmesh.tensor.planner import Planner
 from longmesh.tensor.propagate import choose
-from longmesh.tensor.tree import all_tensors, map_tensors
 
 
 def run_written(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,7 +40,7 @@ def _choose(
 ) -> tuple[tuple[Layout, ...], list[tuple[Layout, OutMeta]]]:
     """The layouts of the arguments, and those of the outputs with their metas. The same on every rank."""
     rule = registered.get(rule_name(func))
-    assert rule is not None and rule.out_meta is not None
+    assert rule is not None and rule.out_meta is not None and rule.axis_rules is not None
     call, layouts = describe_call(func, rule, args, kwargs)
     choice = choose(call, rule.axis_rules(call), layouts, p.comm.cluster)
     assert choice is not None, "everything replicated is always valid"
@@ -84,4 +84,4 @@ def _argument_of(func: OpOverload, alias: Any, args: tuple[Any, ...], kwargs: di
     arguments = schema_of(func).arguments
     names = [a.name for a in arguments if a.alias_info and a.alias_info.before_set == alias.before_set]
     assert names, f"{schema_of(func)} returns an alias of none of its arguments"
-    return bind(func, args, kwargs)[names[0]]
+    return arguments_of(func, args, kwargs)[names[0]]

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from longmesh.parallel.layer import Layer, has_placement
 from longmesh.parallel.style import arrange, enter, leave
+from longmesh.rules.planned import Planned
 from longmesh.spec import Placement, Replicate, Shard
 from longmesh.tensor import DTensor
-from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import Planner
 
 aten = torch.ops.aten

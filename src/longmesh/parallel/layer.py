@@ -22,15 +22,15 @@ from longmesh._torch import functorch_level
 from longmesh.comm import MeshComm, comm_anywhere, kept_by_mesh
 from longmesh.comm.record import wants_ops
 from longmesh.parallel.style import layout_on, note_unequal, sizes_are_asked, whole_shape
+from longmesh.rules.planned import Planned
+from longmesh.rules.steps import Slot
 from longmesh.spec import Layout, Partial, Placement
 from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor import DTensor
 from longmesh.tensor.autograd import check_gradient, current_part, gradient_layout
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.dtensor import wrap
-from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import Planner
-from longmesh.tensor.steps import Slot
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 
 
@@ -192,7 +192,7 @@ def _find_layout_of_input(
     """Of a plain input, this rank's part of `shape`."""
     layout = layout_on(comm.shape, placement, len(shape), argument)
     whole = whole_shape(layout, shape, comm, features, argument)
-    return tensor_layout(comm.mesh, layout, whole, contiguous_stride(whole), dtype)
+    return tensor_layout(comm, layout, whole, contiguous_stride(whole), dtype)
 
 
 _layout_of_input = kept_by_mesh(4096)(_find_layout_of_input)

@@ -27,10 +27,10 @@ from longmesh.attention.scope.open_scopes import current_weigher
 from longmesh.errors import LongmeshError
 from longmesh.parallel.layer import FusedStep, can_fuse, run_fused
 from longmesh.rules.lookup import can_read, refuse_unread
+from longmesh.rules.pieces import reduced_layout, reduced_shape, wide_dtype
+from longmesh.rules.planned import Planned
 from longmesh.spec import Layout, Partial, Replicate
 from longmesh.tensor import DTensor
-from longmesh.tensor.ops.pieces import reduced_layout, reduced_shape, wide_dtype
-from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import Planner
 
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from longmesh.parallel.layer import Layer, can_fuse, has_placement
 from longmesh.parallel.style import arrange, enter, give
+from longmesh.rules.planned import Planned
 from longmesh.spec import Partial, Replicate
 from longmesh.tensor import DTensor
-from longmesh.tensor.planned import Planned
 from longmesh.tensor.planner import Planner
 
 aten = torch.ops.aten

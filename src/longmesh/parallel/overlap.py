@@ -8,6 +8,7 @@ Every rank sends its chunk to every other, the next one first, and multiplies it
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from longmesh.comm import AxisGroup
 from longmesh.comm.p2p import Pending, start_send_receive
-from longmesh.spec import Layout, Replicate, Shard
-from longmesh.tensor.planned import Planned
+from longmesh.rules.planned import Planned
+from longmesh.rules.steps import Slot
+from longmesh.spec import Coordinate, Layout, Replicate, Shard
+from longmesh.tensor.bind_steps import Comms, Frame, Run
 from longmesh.tensor.planner import Planner
-from longmesh.tensor.steps import Frame, Slot, Step
-from longmesh.tensor.tensor_layout import TensorLayout
+from longmesh.tensor.step_cost import OwnStep
 
 
 def can_overlap(src: Layout, dst: Layout, ndim: int) -> bool:
@@ -38,72 +41,72 @@ def gather_linear(
     done = whole.with_placement(0, Shard(x.ndim - 1))
     slot = p.new_slot(2)
     inputs = (x.slot, matrix.slot, None if bias is None else bias.slot)
-    p.steps.append(GatherLinear(*inputs, slot, x._tensor_layout, transposed))
+    p.steps.append(GatherLinear(*inputs, slot, x._layout, tuple(x.shape), x.dtype, transposed))
     return p.wrap(Slot(slot), x, layout=whole), p.wrap(Slot(slot + 1), x, layout=done, shape=shape)
 
 
 @dataclass(frozen=True, slots=True)
-class GatherLinear(Step):
-    """The rows of a value laid out as `have` come from all ranks, and each chunk is multiplied when it is there. The
-    whole goes to the slot `out`, the product to the next."""
+class GatherLinear(OwnStep):
+    """The rows of a tensor of `shape`, laid out as `have`, come from all ranks, and each chunk is multiplied when it is
+    there. The whole goes to the slot `out`, the product to the next."""
 
     source: int
     matrix: int
     bias: int | None
     out: int
-    have: TensorLayout
+    have: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     transposed: bool
 
     @property
     def reads(self) -> Sequence[int]:
         return [self.source, self.matrix] + ([] if self.bias is None else [self.bias])
 
-    @property
-    def sent_bytes(self) -> int:
-        own = self.have
-        part = own.layout.local_shape(own.shape, own.comm.coordinate)
-        return math.prod(map(int, part)) * own.dtype.itemsize * (own.layout.mesh.size() - 1)
+    def sent(self, where: Coordinate) -> list[tuple[tuple[int, ...], int]]:
+        part = math.prod(map(int, self.have.local_shape(self.shape, where)))
+        return [((0,), part * self.dtype.itemsize * (self.have.mesh.size() - 1))]
 
-    @property
-    def is_collective(self) -> bool:
-        return self.have.layout.mesh.size() > 1
-
-    def run(self, frame: Frame) -> None:
+    def bind(self, comms: Comms) -> Run:
         """Collective over the mesh's one axis."""
-        local, matrix = frame.values[self.source], frame.values[self.matrix]
-        matrix = matrix.t() if self.transposed else matrix
-        bias = None if self.bias is None else frame.values[self.bias]
-        src, shape, group = self.have.layout, self.have.shape, self.have.comm.group((0,))
-        (dim, _), *_ = src.shard_order
-        me, size = group.rank, group.size
-        shapes = [src.local_shape(shape, member) for member in group.members]
-        counts = [math.prod(int(n) for n in s) for s in shapes]
-        mine = local.contiguous().view(-1, 1)
-        pending: list[tuple[int, Pending]] = []
-        for distance in range(1, size):
-            to, source = (me + distance) % size, (me - distance) % size
-            started = start_send_receive(
-                mine,
-                send_counts=[counts[me] if i == to else 0 for i in range(size)],
-                recv_counts=[counts[source] if i == source else 0 for i in range(size)],
-                group=group,
-            )
-            pending.append((source, started))
-        whole = local.new_empty(shape)
-        result = local.new_empty((*shape[:-1], matrix.shape[0]))
-
-        def multiply(member: int, chunk: torch.Tensor) -> None:
-            start, length = (int(n) for n in src.interval(dim, shape[dim], group.members[member]))
-            whole.narrow(dim, start, length).copy_(chunk)
-            _linear_into(result.narrow(dim, start, length), chunk, matrix, bias)
-
-        multiply(me, local)
-        for source, started in pending:
-            multiply(source, started.wait().view(shapes[source]))
-        frame.values[self.out : self.out + 2] = [whole, result]
+        return functools.partial(_run, self, comms[0].group((0,)))
 
     def __str__(self) -> str:
         return "rows are gathered, and multiplied as they arrive"
+
+
+def _run(step: GatherLinear, group: AxisGroup, frame: Frame) -> None:
+    local, matrix = frame.values[step.source], frame.values[step.matrix]
+    matrix = matrix.t() if step.transposed else matrix
+    bias = None if step.bias is None else frame.values[step.bias]
+    src, shape = step.have, step.shape
+    (dim, _), *_ = src.shard_order
+    me, size = group.rank, group.size
+    shapes = [src.local_shape(shape, member) for member in group.members]
+    counts = [math.prod(int(n) for n in s) for s in shapes]
+    mine = local.contiguous().view(-1, 1)
+    pending: list[tuple[int, Pending]] = []
+    for distance in range(1, size):
+        to, source = (me + distance) % size, (me - distance) % size
+        started = start_send_receive(
+            mine,
+            send_counts=[counts[me] if i == to else 0 for i in range(size)],
+            recv_counts=[counts[source] if i == source else 0 for i in range(size)],
+            group=group,
+        )
+        pending.append((source, started))
+    whole = local.new_empty(shape)
+    result = local.new_empty((*shape[:-1], matrix.shape[0]))
+
+    def multiply(member: int, chunk: torch.Tensor) -> None:
+        start, length = (int(n) for n in src.interval(dim, shape[dim], group.members[member]))
+        whole.narrow(dim, start, length).copy_(chunk)
+        _linear_into(result.narrow(dim, start, length), chunk, matrix, bias)
+
+    multiply(me, local)
+    for source, started in pending:
+        multiply(source, started.wait().view(shapes[source]))
+    frame.values[step.out : step.out + 2] = [whole, result]
 
 
 def _linear_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> None:

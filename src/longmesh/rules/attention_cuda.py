@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from longmesh.rules.attention import attend, attend_backward
 from longmesh.rules.pointwise import shard_of
 from longmesh.rules.rule import AVG, AxisRule, Meta, OpCall, P, R, Rule, S, line
 from longmesh.spec import Placement
@@ -61,7 +62,8 @@ def _lines(call: OpCall, outputs: Callable[[int], list[Placement]]) -> list[Axis
     return lines
 
 
-_FORWARD, _BACKWARD = Rule(forward_lines), Rule(backward_lines)
+_FORWARD = Rule(forward_lines, program=attend)
+_BACKWARD = Rule(backward_lines, program=attend_backward)
 NAMES = ("flash", "efficient", "cudnn")
 
 RULES: dict[str, Rule] = {

@@ -2,22 +2,25 @@
 
     input (N, C, *spatial)   weight (O, C / groups, *kernel), or (C, O / groups, *kernel) if transposed
 
-A sharded spatial dim needs its neighbours' rows, which no local call has: those lines are in `SPATIAL` form, for
-the plan that fetches them (`rules/window.py` says which rows).
+A sharded spatial dim needs its neighbours' rows, which no local call has: the program fetches them, convolves locally,
+and sends gradients home (`rules/halo.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from longmesh.rules import spatial
+from longmesh._torch import OpOverload
+from longmesh.rules.halo import Border, Pads, borders_of, fetch, padded, pads_of, send_home
+from longmesh.rules.planned import Planned
 from longmesh.rules.rule import (
     AVG,
     AxisRule,
+    Fixed,
     LocalView,
     Meta,
     OpCall,
@@ -30,8 +33,9 @@ from longmesh.rules.rule import (
     line,
     refuse_shapes,
 )
-from longmesh.rules.window import transposed_size, window_size
-from longmesh.spec import Placement
+from longmesh.rules.window import Slide, transposed_size, window_size
+from longmesh.rules.writer import Writer
+from longmesh.spec import Coordinate, Layout, Placement
 
 
 def forward_lines(call: OpCall) -> list[AxisRule]:
@@ -163,17 +167,20 @@ def local_op(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     if all(math.prod(shape) for shape in view.input_shapes):
         return None
     if call.func is torch.ops.aten.convolution.default:
+        return Fixed(_forward_of_nothing, (view.output_shapes[0],))
+    return Fixed(_backward_of_nothing, (tuple(call["output_mask"]),))
 
-        def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> Any:
-            return nothing_forward(x, bias, view.output_shapes[0])
 
-        return forward
-    mask: list[bool] = list(call["output_mask"])
+def _forward_of_nothing(
+    shape: tuple[int, ...], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any
+) -> torch.Tensor:
+    return nothing_forward(x, bias, shape)
 
-    def backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
-        return nothing_backward(grad, x, weight, mask)
 
-    return backward
+def _backward_of_nothing(
+    mask: Sequence[bool], grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor | None, ...]:
+    return nothing_backward(grad, x, weight, mask)
 
 
 def nothing_forward(x: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
@@ -183,7 +190,7 @@ def nothing_forward(x: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int
 
 
 def nothing_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mask: list[bool]
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients where one of the operands has no elements; only the bias's may not be zero."""
     over = [d for d in range(grad.ndim) if d != 1]
@@ -194,8 +201,141 @@ def nothing_backward(
     )
 
 
+# -- over a sharded spatial dim --------------------------------------------------------------------
+
+
+def convolution(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+    if kwargs or not _is_spatial(args[:1]):
+        return p.by_lines(func, args, kwargs)
+    choice, call = p.choose(func, args, spatial_lines)
+    tensors = [t for t in args[:3] if t is not None]
+    x, weight, *rest = (p.redistribute(t, y) for t, y in zip(tensors, choice.inputs, strict=True))
+    out, shape = choice.outputs[0], call.outputs[0].shape
+    borders = _borders(call, 0, choice.inputs[0], out, shape, p.coordinate)
+    rows = fetch(p, x, x.local_shape, x.dtype, borders)
+    local_shape = tuple(map(int, out.local_shape(shape, p.coordinate)))
+    how = (func, _static(call, args[3:], borders, x.local_shape[1]), pads_of(borders), local_shape)
+    convolve = _spread_rows if call["transposed"] else _convolve_rows
+    return p.wrap(
+        p.local(convolve, rows, weight, rest[0] if rest else None, x, *how), x, layout=out, shape=shape
+    )
+
+
+def _convolve_rows(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x: torch.Tensor,
+    func: OpOverload,
+    static: list[Any],
+    pads: Pads,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    around = padded(rows, pads)
+    if around.numel() == 0 or weight.numel() == 0 or 0 in shape:
+        return nothing_forward(x, bias, shape)
+    return func(around, weight, bias, *static)
+
+
+def _spread_rows(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x: torch.Tensor,
+    func: OpOverload,
+    static: list[Any],
+    pads: Pads,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """The same of a transposed convolution, whose output is padded, or cut."""
+    is_nothing = rows.numel() == 0 or weight.numel() == 0 or 0 in shape
+    result = rows.new_zeros(shape) if is_nothing else padded(func(rows, weight, None, *static), pads)
+    return result if bias is None else result + bias.view(-1, *[1] * (len(shape) - 2))
+
+
+def convolution_backward(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """convolution_backward(grad, input, weight, bias_sizes, stride, ..., groups, output_mask)."""
+    if kwargs or not _is_spatial(args[:2]):
+        return p.by_lines(func, args, kwargs)
+    choice, call = p.choose(func, args, spatial_lines)
+    grad, x, weight = (p.redistribute(t, y) for t, y in zip(args[:3], choice.inputs, strict=True))
+    borders = _borders(call, 1, choice.inputs[1], choice.inputs[0], call.tensors[0].shape, p.coordinate)
+    rows = fetch(p, x, x.local_shape, x.dtype, borders)
+    static = _static(call, args[4:10], borders, x.local_shape[1])
+    mask = list(args[10])
+    how = (func, static, pads_of(borders), mask, bool(call["transposed"]))
+    found = iter(p.locals(sum(mask), _differentiate, grad, rows, weight, *how))
+    outputs: list[tuple[Layout, OutMeta]] = list(zip(choice.outputs, call.outputs, strict=True))
+    results: list[Planned | None] = []
+    for number, is_wanted in enumerate(mask):
+        if not is_wanted:
+            results.append(None)
+            continue
+        part, (layout, meta) = next(found), outputs.pop(0)
+        if number == 0:
+            part = send_home(p, part, x.local_shape, x.dtype, borders)
+        results.append(p.wrap(part, x, layout=layout, shape=meta.shape))
+    return tuple(results)
+
+
+def _differentiate(
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    func: OpOverload,
+    static: list[Any],
+    pads: Pads,
+    mask: list[bool],
+    transposed: bool,
+) -> list[Any]:
+    """Gradients of the fetched rows, the weight and the bias, from this rank's part of the output's gradient."""
+    bias_mask = [mask[0], mask[1], False]
+    around = rows if transposed else padded(rows, pads)
+    if grad.numel() == 0 or around.numel() == 0 or weight.numel() == 0:
+        found = list(nothing_backward(grad, rows, weight, bias_mask))
+    elif transposed:
+        found = list(func(padded(grad, pads, sign=-1), rows, weight, None, *static, bias_mask))
+    else:
+        found = list(func(grad, around, weight, None, *static, bias_mask))
+        if mask[0]:
+            found[0] = padded(found[0], pads, sign=-1)
+    if mask[2]:
+        found[2] = grad.sum([d for d in range(grad.ndim) if d != 1])
+    return found
+
+
+def _is_spatial(tensors: Sequence[Any]) -> bool:
+    return any(isinstance(t, Planned) and any(d >= 2 for d in t.global_layout.shard_dims) for t in tensors)
+
+
+def _borders(
+    call: OpCall, x: int, layout: Layout, out: Layout, out_shape: Sequence[int], where: Coordinate
+) -> list[Border]:
+    """The sharded spatial dims of input number `x`, laid out as `layout`, for outputs laid out as `out`."""
+    shape, kernel = call.tensors[x].shape, call.tensors[x + 1].shape
+    slides: dict[int, Slide] = {}
+    for dim in range(2, len(shape)):
+        stride, padding, dilation, _ = slide_of(call, dim - 2)
+        slides[dim] = Slide(shape[dim], kernel[dim], stride, padding, dilation, bool(call["transposed"]))
+    return borders_of(slides, layout, out, out_shape, where)
+
+
+def _static(call: OpCall, static: Sequence[Any], borders: Sequence[Border], channels: int) -> list[Any]:
+    """stride ... groups of the local call: sharded dims come padded, groups are those of the local channels."""
+    _, _, _, transposed, _, groups = static
+    x = call.tensors[1 if is_backward(call) else 0]
+    slides = [slide_of(call, i) for i in range(x.ndim - 2)]
+    stride, padding, dilation, output_padding = (list(values) for values in zip(*slides, strict=True))
+    for border in borders:
+        padding[border.dim - 2] = output_padding[border.dim - 2] = 0
+    groups = max(channels // (x.shape[1] // groups), 1) if groups > 1 else 1
+    return [stride, padding, dilation, transposed, output_padding, groups]
+
+
 RULES: dict[str, Rule] = {
-    **spatial.RULES,
-    "convolution.default": Rule(forward_lines, forward_meta, local_arguments, local_op),
-    "convolution_backward.default": Rule(backward_lines, None, local_arguments, local_op),
+    "convolution.default": Rule(forward_lines, forward_meta, local_arguments, local_op, program=convolution),
+    "convolution_backward.default": Rule(
+        backward_lines, None, local_arguments, local_op, program=convolution_backward
+    ),
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from longmesh._torch import OpOverload, aten, schema_of
 from longmesh.errors import LongmeshError
 from longmesh.rules.lookup import check_range, own_part
 from longmesh.rules.pointwise import broadcast, shard_of
@@ -29,23 +30,10 @@ from longmesh.rules.rule import (
     no_lines,
 )
 from longmesh.rules.strided import same_dims
-from longmesh.rules.view import LINEAR, PENDING, along_others, kept, local_sizes, other_dims
+from longmesh.rules.view import LINEAR, PENDING, kept, local_sizes, other_dims
+from longmesh.rules.writer import Writer
 
 # -- slice and select ----------------------------------------------------------------------------------
-
-
-def slice_range(size: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
-    """First position and number of positions of a slice, as torch counts them."""
-    first, last, _ = slice(start, end).indices(size)
-    return first, max(0, -(-(last - first) // step))
-
-
-def slice_meta(call: OpCall) -> tuple[OutMeta, ...]:
-    tensor, dim, step = call.tensors[0], call.dim(), call["step"]
-    shape, stride = list(tensor.shape), list(tensor.stride)
-    shape[dim] = slice_range(shape[dim], call["start"], call["end"], step)[1]
-    stride[dim] *= step
-    return (OutMeta(tuple(shape), tuple(stride)),)
 
 
 def sizes_meta(call: OpCall) -> tuple[OutMeta, ...]:
@@ -159,6 +147,36 @@ def _index_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     return index
 
 
+def index_by_mask(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Boolean indices are the positions of their true elements, the same on every rank: data decides how many."""
+    tensor, indices, *rest = args
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return p.by_lines(func, args, kwargs)
+    mask = indices[0]
+    if len(indices) == 1 and rest and rest[0].numel() == 1 and not (len(rest) > 1 and rest[1]):
+        wide = mask.bool().reshape(*mask.shape, *[1] * (tensor.ndim - mask.ndim))
+        value = rest[0].reshape(()).to(tensor.dtype)
+        fill = aten.masked_fill_.Tensor if schema_of(func).is_mutable else aten.masked_fill.Tensor
+        return p.op(fill, (tensor, wide, value), {})
+    return p.one_by_one(func, _by_positions)
+
+
+def _by_positions(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, indices, *rest = args
+    found: list[Any] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            found.append(index)
+            continue
+        if tuple(index.shape) != tuple(tensor.shape[len(found) : len(found) + index.ndim]):
+            raise IndexError(
+                f"The shape of the mask {list(index.shape)} at index {len(found)} does not match the shape of the "
+                f"indexed tensor {list(tensor.shape)}"
+            )
+        found.extend(aten.nonzero.default(index).unbind(1))
+    return func(tensor, found, *rest, **kwargs)
+
+
 # -- triangles and pads --------------------------------------------------------------------------------
 
 
@@ -166,15 +184,6 @@ def triangle_args(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[
     """A rank's rows and columns start elsewhere: so does its diagonal."""
     rows, columns = view.input_offsets[0][-2:]
     return (call.args[0], call["diagonal"] + rows - columns), {}
-
-
-def pad_lines(call: OpCall) -> list[AxisRule]:
-    """Padding with a number other than 0 would be added once per rank."""
-    ndim, pad = call.tensors[0].ndim, call["pad"]
-    padded = [ndim - 1 - i // 2 for i, width in enumerate(pad) if width]
-    return kept(
-        call, other_dims(call, padded), PENDING if not padded else LINEAR if call["value"] == 0 else ()
-    )
 
 
 def edge_pad_lines(call: OpCall) -> list[AxisRule]:
@@ -195,17 +204,15 @@ def _edge_pad_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | Non
     return nothing if 0 in shape else None
 
 
+INDEX = Rule(index_lines, index_meta, local_op=_index_locally, program=index_by_mask)
 EDGE_PAD = Rule(edge_pad_lines, local_op=_edge_pad_locally)
 _EDGE_PADS = [f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
 
 RULES: dict[str, Rule] = {
-    "slice.Tensor": Rule(along_others(), slice_meta),
-    "slice_backward.default": Rule(along_others(kinds=LINEAR), sizes_meta, local_args=local_sizes),
     "select.int": Rule(select_lines, select_meta, local_op=_select_locally),
     "select_backward.default": Rule(select_backward_lines, sizes_meta, local_args=local_sizes),
-    **dict.fromkeys(("index.Tensor", "_unsafe_index.Tensor"), Rule(index_lines, index_meta, local_op=_index_locally)),
+    **dict.fromkeys(("index.Tensor", "_unsafe_index.Tensor"), INDEX),
     **dict.fromkeys(("tril.default", "triu.default"), Rule(same_dims, local_args=triangle_args)),
-    "constant_pad_nd.default": Rule(pad_lines),
     **dict.fromkeys((f"{name}.default" for name in _EDGE_PADS), EDGE_PAD),
     **dict.fromkeys((f"{name}_backward.default" for name in _EDGE_PADS), EDGE_PAD),
     "put.default": Rule(no_lines),

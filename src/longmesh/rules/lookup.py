@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longmesh._torch import assert_later, dispatch_mode_count
+from longmesh._torch import OpOverload, assert_later, dispatch_mode_count
 from longmesh.rules.rule import (
     AxisRule,
     LocalOp,
@@ -30,6 +30,7 @@ from longmesh.rules.rule import (
     refuse_shapes,
 )
 from longmesh.rules.view import PENDING
+from longmesh.rules.writer import Writer
 from longmesh.spec import MaskPartial
 
 LOOKUP = MaskPartial()
@@ -68,6 +69,13 @@ class Masked(NamedTuple):
 
     result: torch.Tensor
     mask: torch.Tensor
+
+
+def copy_pending(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """detach, alias and clone of a pending lookup are pending, too, and share its mask."""
+    if not any(isinstance(q, MaskPartial) for q in args[0].global_layout.placements):
+        return p.by_lines(func, args, kwargs)
+    return p.pending_like(p.local(func, args[0], **kwargs), args[0])
 
 
 # -- embedding -----------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from longmesh.rules.nll import NLL, NLL_BACKWARD
+from longmesh._torch import OpOverload
+from longmesh.rules.nll import MEAN, NLL, NLL_BACKWARD, NONE, SUM
 from longmesh.rules.pointwise import broadcast_shape, elementwise_meta, shard_of
 from longmesh.rules.rule import (
     AxisRule,
@@ -28,13 +29,13 @@ from longmesh.rules.rule import (
     Rule,
     S,
     Shape,
+    arguments_of,
     contiguous,
     line,
     refuse_shapes,
 )
+from longmesh.rules.writer import Writer
 from longmesh.spec import Placement
-
-NONE, MEAN, SUM = 0, 1, 2
 
 
 def pointwise_lines(call: OpCall) -> list[AxisRule]:
@@ -131,10 +132,18 @@ def _replaced(
     return args, {**kwargs, "reduction": reduction}
 
 
+def ctc(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """_ctc_loss with lengths that are numbers: torch divides by a plain tensor that it makes of them. It walks every
+    sequence of a batch from end to end, so it runs on whole tensors."""
+    p.lengths = len(arguments_of(func, args, kwargs)["target_lengths"])
+    return p.on_whole_tensors(func, args, kwargs)
+
+
 POINTWISE = Rule(pointwise_lines, pointwise_meta, local_op=pointwise_share)
 ROWS = Rule(row_lines, row_meta, local_op=row_share)
 
 RULES: dict[str, Rule] = {
+    "_ctc_loss.default": Rule(program=ctc),
     **dict.fromkeys(
         (
             "mse_loss.default", "mse_loss_backward.default", "smooth_l1_loss.default",

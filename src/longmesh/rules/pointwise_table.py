@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 
 from longmesh._torch import aten
+from longmesh.rules.lookup import copy_pending
 from longmesh.rules.pointwise import (
     convert,
     copy_meta,
@@ -85,8 +87,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("erfc.default", "special_erfcx.default"), DECREASING),
     **dict.fromkeys(_GRADIENTS.split(), LINEAR),
     **dict.fromkeys(_UNTAGGED.split(), ELEMENTWISE),
-    **dict.fromkeys(("detach.default", "alias.default", "positive.default", "lift_fresh.default"), SAME),
-    "clone.default": Rule(identity, copy_meta),
+    **dict.fromkeys(("positive.default", "lift_fresh.default"), SAME),
+    **dict.fromkeys(
+        ("detach.default", "alias.default"), replace(SAME, program=copy_pending, keeps_lookups=True)
+    ),
+    "clone.default": Rule(identity, copy_meta, program=copy_pending, keeps_lookups=True),
     **dict.fromkeys(("_to_copy.default", "prims.convert_element_type.default"), Rule(convert, copy_meta)),
     "copy.default": Rule(identity, first_meta),
     "add.Tensor": ADD,

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from longmesh._torch import OpOverload
 from longmesh.rules.matmul import product_lines, refuse_product
 from longmesh.rules.pointwise import broadcast
 from longmesh.rules.rule import (
@@ -34,6 +36,7 @@ from longmesh.rules.rule import (
     contiguous,
     line,
 )
+from longmesh.rules.writer import Writer
 from longmesh.spec import Placement
 
 BATCH = "abcdefghijlopqrstuvwz"  # but for the letters of rows, columns and features
@@ -227,8 +230,16 @@ def _instead(kernel: Callable[..., Gradients]) -> Callable[[OpCall, LocalView], 
     return lambda call, view: kernel
 
 
+def einsum(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By lines where the equation is plain, else by torch's own decomposition."""
+    equation, operands = args
+    if einsum_terms(equation, [tuple(t.shape) for t in operands]) is not None:
+        return p.by_lines(func, args, kwargs)
+    return p.decompose(func, args, kwargs)
+
+
 RULES: dict[str, Rule] = {
-    "einsum.default": Rule(einsum_lines, einsum_meta, reads_sizes=False),
+    "einsum.default": Rule(einsum_lines, einsum_meta, reads_sizes=False, program=einsum),
     "matmul.default": Rule(matmul_lines, matmul_meta, reads_sizes=False),
     "linear_backward.default": Rule(
         linear_backward_lines, linear_backward_meta, local_op=_instead(linear_backward), reads_sizes=False

@@ -6,6 +6,11 @@
 
 A rank whose part of the reduced dims is empty calls the op on identity elements, so it contributes
 nothing and raises what the others raise. A reduction of a tensor that is empty as a whole is left to torch.
+
+Spreads, norms with a root and log-sum-exps over a sharded dim have programs:
+
+    var     mean of the whole first, then the sum of squared deviations: two small all-reduces, stable
+    norm    sum of p-th powers over the ranks, then one root
 """
 
 from __future__ import annotations
@@ -16,6 +21,16 @@ from typing import Any
 
 import torch
 
+from longmesh._torch import OpOverload, schema_of
+from longmesh.rules.pieces import (
+    as_dims,
+    reduced_layout,
+    reduced_shape,
+    sharding_axes,
+    stand_in,
+    wide_dtype,
+)
+from longmesh.rules.planned import Planned
 from longmesh.rules.rule import (
     AVG,
     MAX,
@@ -28,10 +43,12 @@ from longmesh.rules.rule import (
     P,
     Rule,
     S,
+    arguments_of,
     contiguous,
     line,
     no_lines,
 )
+from longmesh.rules.writer import Writer
 from longmesh.spec import Partial
 from longmesh.spec.placement import identity_of
 
@@ -168,9 +185,84 @@ def variance_of_nothing(call: OpCall, view: LocalView) -> Callable[..., Any] | N
     return empty
 
 
+# -- over sharded dims, where more than one local call is needed -----------------------------------
+
+
+def variance(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """var, std, var_mean, std_mean."""
+    given = arguments_of(func, args, kwargs)
+    x: Planned = given["self"]
+    dims = as_dims(given["dim"], x.ndim)
+    if not sharding_axes(x.global_layout, dims) or not (x.is_floating_point() or x.is_complex()):
+        return p.by_lines(func, args, kwargs)
+    correction = 1 if given["correction"] is None else given["correction"]
+    dtype, keepdim = x.dtype, given["keepdim"]
+    wide = p.reduced(x).to(wide_dtype(dtype))
+    mean = p.reduced(wide.mean(dims, keepdim=True))
+    distance = wide - mean
+    squares = distance.abs().square() if x.is_complex() else distance.square()
+    degrees = max(math.prod(x.shape[d] for d in dims) - correction, 0)
+    total = squares.sum(dims, keepdim=keepdim)
+    # A pending sum must not be divided by zero term by term.
+    result = (total if degrees else p.reduced(total)) / degrees
+    if schema_of(func).name in ("aten::std", "aten::std_mean"):
+        result = result.sqrt()
+    result = result.to(dtype.to_real())
+    if len(schema_of(func).returns) == 1:
+        return result
+    mean = mean if keepdim else mean.reshape(reduced_shape(x.shape, dims, False))
+    return result, mean.to(dtype)
+
+
+def vector_norm(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """(sum |x|^p)^(1/p): each rank its own norm to the power p, pending; the root is taken of the whole."""
+    given = arguments_of(func, args, kwargs)
+    x: Planned = given["self"]
+    order = float(given["ord"])
+    dims = as_dims(given["dim"], x.ndim)
+    if order in (0, 1) or math.isinf(order) or not x.numel() or not sharding_axes(x.global_layout, dims):
+        return p.by_lines(func, args, kwargs)
+    x = p.reduced(x)
+    dtype, keepdim = given["dtype"] or x.dtype, given["keepdim"]
+    wide = wide_dtype(dtype)
+    shape = reduced_shape(x.shape, dims, keepdim)
+    layout = reduced_layout(x.global_layout, dims, keepdim, P)
+    powers = p.local(_powers, x, func, order, dims, keepdim, wide)
+    total = p.wrap(powers, x, layout=layout, shape=shape, dtype=wide.to_real())
+    return p.reduced(total).pow(1 / order).to(dtype.to_real())
+
+
+def _powers(
+    local: torch.Tensor,
+    func: OpOverload,
+    order: float,
+    dims: tuple[int, ...],
+    keepdim: bool,
+    wide: torch.dtype,
+) -> torch.Tensor:
+    norm = func(stand_in(local, dims), order, list(dims), keepdim, dtype=wide)
+    return norm.pow(order) if math.prod(local.shape[d] for d in dims) else torch.zeros_like(norm)
+
+
+def log_sum_exp(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The maximum of the whole, then the sum of what is left: two small all-reduces."""
+    given = arguments_of(func, args, kwargs)
+    x: Planned = given["self"]
+    dims = as_dims(given["dim"], x.ndim)
+    if not x.numel() or not sharding_axes(x.global_layout, dims) or x.is_complex():
+        return p.by_lines(func, args, kwargs)
+    dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+    wide = p.reduced(x).to(wide_dtype(dtype))
+    top = p.reduced(wide.amax(dims, keepdim=True))
+    top = top.masked_fill(top.abs() == math.inf, 0.0)
+    result = p.reduced((wide - top).exp().sum(dims, keepdim=True)).log() + top
+    result = result if given["keepdim"] else result.reshape(reduced_shape(x.shape, dims, False))
+    return result.to(dtype)
+
+
 MEAN = Rule(lambda call: reduce_lines(call, [P], [P, AVG]), reduced_meta, local_op=part_of_mean)
 WHOLE = Rule(reduce_lines, reduced_meta)
-VARIANCE = Rule(reduce_lines, reduced_meta, local_op=variance_of_nothing)
+VARIANCE = Rule(reduce_lines, reduced_meta, local_op=variance_of_nothing, program=variance)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("sum.default", "sum.dim_IntList"), reducing(P, through=[P, AVG])),
@@ -183,14 +275,15 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("amin.default", "min.default"), extremum(MIN)),
     "aminmax.default": Rule(lambda call: reduce_lines(call, [MIN, MAX]), reduced_meta, local_op=both_extrema),
     "linalg_vector_norm.default": Rule(
-        lambda call: reduce_lines(call, norm_pending(call)), reduced_meta, local_op=norm_of_nothing
+        lambda call: reduce_lines(call, norm_pending(call)), reduced_meta, local_op=norm_of_nothing,
+        program=vector_norm,
     ),
+    "logsumexp.default": Rule(reduce_lines, reduced_meta, program=log_sum_exp),
     **dict.fromkeys(("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"), VARIANCE),
-    # The dim is seen whole; where it is sharded, an op's own plan may know better.
+    # The dim is seen whole.
     **dict.fromkeys(
         (
-            "logsumexp.default", "max.dim", "min.dim", "argmax.default", "argmin.default", "median.dim",
-            "nanmedian.dim", "mode.default", "kthvalue.default", "hash_tensor.default",
+            "median.dim", "nanmedian.dim", "mode.default", "kthvalue.default", "hash_tensor.default",
         ),
         WHOLE,
     ),

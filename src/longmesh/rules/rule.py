@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -145,6 +145,7 @@ class AxisRule:
 RuleFunction = Callable[[OpCall], list[AxisRule]]
 LocalArgs = Callable[["OpCall", "LocalView"], tuple[tuple[Any, ...], dict[str, Any]]]
 LocalOp = Callable[["OpCall", "LocalView"], "Callable[..., Any] | None"]
+Program = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 OutFunction = Callable[[OpCall], tuple[OutMeta, ...]]
 
 
@@ -161,20 +162,43 @@ class LocalView:
 class Rule:
     """How an op is distributed.
 
-    `axis_rules(call)` lists the valid lines. `out_meta(call)` gives the outputs' global metas; where it is
-    None the op is run once on meta tensors. `local_args(call, view)` rewrites the static arguments for one
-    rank (tensors stay `Meta`s in their places); where it is None they are passed on as they are.
+    `axis_rules(call)` lists the valid lines; None: it has only a program. `out_meta(call)` gives the outputs' global
+    metas; where it is None the op is run once on meta tensors. `local_args(call, view)` rewrites the static arguments
+    for one rank (tensors stay `Meta`s in their places); where it is None they are passed on as they are.
     `local_op(call, view)` gives what a rank calls instead of the op (a mean that counts the whole, a maximum
     of nothing), or None for the op itself; it takes the op's arguments and never communicates.
+    `program(writer, func, args, kwargs)` writes the steps of calls that a line and a local call are not enough for
+    (`rules/writer.py`); it hands the others to `writer.by_lines`. `mixed`: it takes plain tensors beside DTensors, and
+    DTensors of several meshes. `keeps_lookups`: it is for pending lookups only, which it takes as they are, with their
+    masks.
     `reads_sizes`: whether the lines depend on more of a size than whether it is 0, 1 or larger; where they don't, a
     new shape is no new search.
     """
 
-    axis_rules: RuleFunction
+    axis_rules: RuleFunction | None = None
     out_meta: OutFunction | None = None
     local_args: LocalArgs | None = None
     local_op: LocalOp | None = None
     reads_sizes: bool = True
+    program: Program | None = None
+    mixed: bool = False
+    keeps_lookups: bool = False
+
+
+class Fixed(NamedTuple):
+    """A function with its first arguments fixed, to be called on local tensors. Equal where both are."""
+
+    function: Callable[..., Any]
+    values: tuple[Any, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*self.values, *args, **kwargs)
+
+
+def arguments_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name, defaults included."""
+    defaults = {name: default for name, (_, default) in _arguments(func).items()}
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 def refuse_shapes(call: OpCall, allowed: str) -> NoReturn:

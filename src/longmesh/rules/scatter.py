@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
-from longmesh.rules.index import Indexing
+from longmesh._torch import OpOverload
+from longmesh.rules.index import Indexing, index_by_mask
 from longmesh.rules.lookup import check_range
+from longmesh.rules.pieces import without_pending
+from longmesh.rules.planned import Planned
 from longmesh.rules.pointwise import broadcast, shard_of
 from longmesh.rules.rule import (
     AxisRule,
@@ -21,6 +24,7 @@ from longmesh.rules.rule import (
     OpCall,
     OutMeta,
     P,
+    Program,
     R,
     Rule,
     S,
@@ -30,7 +34,9 @@ from longmesh.rules.rule import (
     refuse_shapes,
 )
 from longmesh.rules.strided import diagonal_pairs
+from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.rules.view import LINEAR, PENDING
+from longmesh.rules.writer import Writer
 
 
 def with_spare_slot(local: torch.Tensor, dim: int) -> torch.Tensor:
@@ -204,12 +210,6 @@ def _index_put_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | No
 # -- the inverse of views ------------------------------------------------------------------------------
 
 
-def slice_scatter_lines(call: OpCall) -> list[AxisRule]:
-    dim = call.dim()
-    lines = [line([S(d), S(d)], S(d)) for d in range(call.tensors[0].ndim) if d != dim]
-    return lines + [line([p, p], p) for p in PENDING]
-
-
 def select_scatter_lines(call: OpCall) -> list[AxisRule]:
     dim = call.dim()
     lines = [line([S(d), S(d - (d > dim))], S(d)) for d in range(call.tensors[0].ndim) if d != dim]
@@ -235,25 +235,44 @@ def diagonal_scatter_lines(call: OpCall) -> list[AxisRule]:
 
 
 def _along(
-    lines: Callable[[OpCall], list[AxisRule]], meta: Callable[[OpCall], tuple[OutMeta, ...]] = first_meta
+    lines: Callable[[OpCall], list[AxisRule]],
+    meta: Callable[[OpCall], tuple[OutMeta, ...]] = first_meta,
+    program: Program | None = None,
 ) -> Rule:
-    return Rule(lines, meta, local_op=_scatter_locally)
+    return Rule(lines, meta, local_op=_scatter_locally, program=program)
 
 
-INDEX_PUT = Rule(index_put_lines, index_put_meta, local_op=_index_put_locally)
+def reduce_once(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """scatter_reduce and index_reduce: a pending sum is reduced once, and remembered for the gradient.
+
+    That goes to the elements that equal the result, bit for bit, and reads the operands a second time. Two reductions
+    of one pending sum may add in different orders.
+    """
+    if not any(t.global_layout.partial_axes for t in all_tensors((args, kwargs)) if isinstance(t, Planned)):
+        return p.by_lines(func, args, kwargs)
+    return p.by_lines(func, *map_tensors(lambda t: _reduced_for_good(p, t), (args, kwargs)))
+
+
+def _reduced_for_good(p: Writer, x: Planned) -> Planned:
+    return p.redistribute(x, without_pending(x.global_layout), remembers=True)
+
+
+INDEX_PUT = Rule(index_put_lines, index_put_meta, local_op=_index_put_locally, program=index_by_mask)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("scatter.src", "scatter.value"), _along(scatter_lines(adds=False))),
     "scatter_add.default": _along(scatter_lines(adds=True)),
-    **dict.fromkeys(("scatter.reduce", "scatter.value_reduce", "scatter_reduce.two"), _along(scatter_reduce_lines)),
+    **dict.fromkeys(("scatter.reduce", "scatter.value_reduce"), _along(scatter_reduce_lines)),
+    "scatter_reduce.two": _along(scatter_reduce_lines, program=reduce_once),
     "index_add.default": _along(index_lines(adds=True), index_meta),
     "index_copy.default": _along(index_lines(adds=False), index_meta),
     **dict.fromkeys(
-        ("index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce.default"),
+        ("index_fill.int_Scalar", "index_fill.int_Tensor"),
         _along(index_lines(adds=False, linear=False), index_meta),
     ),
+    "index_reduce.default": _along(index_lines(adds=False, linear=False), index_meta, reduce_once),
     **dict.fromkeys(("index_put.default", "_unsafe_index_put.default", "_index_put_impl.default"), INDEX_PUT),
-    "slice_scatter.default": Rule(slice_scatter_lines, first_meta),
+    **dict.fromkeys(("index_put_.default", "_index_put_impl_.default"), INDEX_PUT),
     "select_scatter.default": Rule(select_scatter_lines, select_scatter_meta, local_op=_select_scatter_locally),
     "diagonal_scatter.default": Rule(diagonal_scatter_lines, first_meta),
 }  # fmt: skip

@@ -3,14 +3,24 @@
     layer_norm       the leading dims; gradients of weight and bias are pending sums
     group_norm       the batch; also channels, where every rank gets whole groups
 
-Where the normalised dims are sharded, a plan of its own works with small all-reduces instead. Batch norm is
-decomposed: its statistics are means over sharded dims.
+Where the normalised dims are sharded, programs work with small all-reduces instead:
+
+    softmax          maximum of the whole, then the sum of exponentials
+    layer norm       mean of the whole, then the mean of squared deviations
+
+There half precision is computed in float32, as torch's kernels do. Batch norm is decomposed: its statistics are means
+over sharded dims.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from longmesh._torch import OpOverload, aten
+from longmesh.rules.pieces import as_dims, sharding_axes, wide_dtype
+from longmesh.rules.planned import Planned
 from longmesh.rules.rule import (
     AxisRule,
     LocalView,
@@ -27,6 +37,7 @@ from longmesh.rules.rule import (
     same_shape,
 )
 from longmesh.rules.view import along_others
+from longmesh.rules.writer import Writer
 from longmesh.spec import Placement
 
 
@@ -124,20 +135,103 @@ def group_norm_args(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dic
     return call.changed(N=batch, C=channels, group=call["group"] * channels // call["C"])
 
 
-SOFTMAX = Rule(along_others(kinds=()), same_shape, reads_sizes=False)
-SOFTMAX_BACKWARD = Rule(softmax_backward_lines, same_shape, reads_sizes=False)
-LAYER_NORM = Rule(layer_norm_lines, layer_norm_meta)
-LAYER_NORM_BACKWARD = Rule(layer_norm_backward_lines, layer_norm_backward_meta)
+# -- over a sharded dim: two small all-reduces instead of a gather of the dim ----------------------
+
+
+def widened(p: Writer, tensor: Any) -> torch.Tensor:
+    whole = p.reduced(tensor)
+    return whole.to(wide_dtype(whole.dtype))
+
+
+def softmax(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """_softmax and _log_softmax."""
+    x, dim, half_to_float = args
+    dims = as_dims(dim, x.ndim)
+    if not x.numel() or not sharding_axes(x.global_layout, dims) or not x.is_floating_point():
+        return p.by_lines(func, args, kwargs)
+    dtype = torch.float32 if half_to_float else x.dtype
+    wide = widened(p, x)
+    shifted = wide - p.reduced(wide.amax(dims, keepdim=True))
+    if func is aten._log_softmax.default:
+        return (shifted - p.reduced(shifted.exp().sum(dims, keepdim=True)).log()).to(dtype)
+    powers = shifted.exp()
+    return (powers / p.reduced(powers.sum(dims, keepdim=True))).to(dtype)
+
+
+def softmax_backward(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """_softmax_backward_data and _log_softmax_backward_data."""
+    grad, output, dim, input_dtype = args
+    dims = as_dims(dim, output.ndim)
+    if not output.numel() or not sharding_axes(output.global_layout, dims) or not output.is_floating_point():
+        return p.by_lines(func, args, kwargs)
+    grad, output = widened(p, grad), widened(p, output)
+    if func is aten._log_softmax_backward_data.default:
+        return (grad - output.exp() * p.reduced(grad.sum(dims, keepdim=True))).to(input_dtype)
+    product = grad * output
+    return (product - output * p.reduced(product.sum(dims, keepdim=True))).to(input_dtype)
+
+
+def layer_norm(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """native_layer_norm(input, normalized_shape, weight?, bias?, eps) -> output, mean, rstd."""
+    x, normalized, weight, bias, eps = args
+    dims = _normalized_dims(x, normalized)
+    if not dims or not x.numel() or not sharding_axes(x.global_layout, dims):
+        return p.by_lines(func, args, kwargs)
+    wide = widened(p, x)
+    mean = p.reduced(wide.mean(dims, keepdim=True))
+    centred = wide - mean
+    rstd = p.reduced(centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    output = centred * rstd
+    if weight is not None:
+        output = output * weight
+    if bias is not None:
+        output = output + bias
+    kept = x.dtype if weight is None or weight.dtype is x.dtype else torch.float32
+    return output.to(x.dtype), mean.to(kept), rstd.to(kept)
+
+
+def layer_norm_backward(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight?, bias?, output_mask)."""
+    grad, x, normalized, mean, rstd, weight, bias, mask = args
+    dims = _normalized_dims(x, normalized)
+    if not dims or not x.numel() or not sharding_axes(x.global_layout, dims):
+        return p.by_lines(func, args, kwargs)
+    grad, wide = widened(p, grad), widened(p, x)
+    unit = (wide - mean) * rstd
+    results: list[Any] = [None, None, None]
+    if mask[0]:
+        scaled = grad if weight is None else grad * weight
+        along = p.reduced(scaled.mean(dims, keepdim=True))
+        across = p.reduced((scaled * unit).mean(dims, keepdim=True))
+        results[0] = ((scaled - along - unit * across) * rstd).to(x.dtype)
+    rows = list(range(dims[0]))
+    for i, term, parameter in ((1, grad * unit, weight), (2, grad, bias)):
+        if mask[i] and parameter is not None:
+            results[i] = (term.sum(rows) if rows else term).to(parameter.dtype)
+    return tuple(results)
+
+
+def _normalized_dims(x: Planned, normalized: Any) -> tuple[int, ...]:
+    """The trailing dims that are normalised together; none where torch is to say what is wrong."""
+    if tuple(x.shape[x.ndim - len(normalized) :]) != tuple(normalized):
+        return ()
+    return tuple(range(x.ndim - len(normalized), x.ndim))
+
+
+SOFTMAX = Rule(along_others(kinds=()), same_shape, reads_sizes=False, program=softmax)
+SOFTMAX_BACKWARD = Rule(softmax_backward_lines, same_shape, reads_sizes=False, program=softmax_backward)
 
 RULES: dict[str, Rule] = {
     "_softmax.default": SOFTMAX,
     "_log_softmax.default": SOFTMAX,
     "_softmax_backward_data.default": SOFTMAX_BACKWARD,
     "_log_softmax_backward_data.default": SOFTMAX_BACKWARD,
-    "native_layer_norm.default": LAYER_NORM,
-    "native_layer_norm_backward.default": LAYER_NORM_BACKWARD,
-    "_fused_rms_norm.default": LAYER_NORM,
-    "_fused_rms_norm_backward.default": LAYER_NORM_BACKWARD,
+    "native_layer_norm.default": Rule(layer_norm_lines, layer_norm_meta, program=layer_norm),
+    "native_layer_norm_backward.default": Rule(
+        layer_norm_backward_lines, layer_norm_backward_meta, program=layer_norm_backward
+    ),
+    "_fused_rms_norm.default": Rule(layer_norm_lines, layer_norm_meta),
+    "_fused_rms_norm_backward.default": Rule(layer_norm_backward_lines, layer_norm_backward_meta),
     "native_group_norm.default": Rule(group_norm_lines, group_norm_meta, group_norm_args),
     "native_group_norm_backward.default": Rule(
         group_norm_backward_lines, group_norm_backward_meta, group_norm_args

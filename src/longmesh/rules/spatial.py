@@ -1,4 +1,4 @@
-"""Pooling, resampling and rearranging of images: batch and channel dims may be sharded, spatial ones are gathered."""
+"""Resampling and rearranging of images: batch and channel dims may be sharded, spatial ones are gathered."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def local_sizes(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[st
     return call.changed(input_size=[max(n, 1) for n in view.output_shapes[0]])
 
 
-def _pool(*cores: int, outputs: int = 1, linear: int | None = None) -> Rule:
-    return Rule(batched(cores, cores[:1] * outputs, linear), local_op=op_on_nothing)
+def _resample(spatial: int) -> Rule:
+    return Rule(batched((spatial,), (spatial,), linear=0), local_op=op_on_nothing)
 
 
 def _resample_backward(spatial: int) -> Rule:
@@ -96,20 +96,9 @@ _RESAMPLED = (
 )
 
 RULES: dict[str, Rule] = {
-    **{f"avg_pool{n}d.default": _pool(n, linear=0) for n in (2, 3)},
-    **{f"avg_pool{n}d_backward.default": _pool(n, n, linear=0) for n in (2, 3)},
-    **{f"_adaptive_avg_pool{n}d.default": _pool(n, linear=0) for n in (2, 3)},
-    **{f"_adaptive_avg_pool{n}d_backward.default": _pool(n, n, linear=0) for n in (2, 3)},
-    **{f"adaptive_max_pool{n}d.default": _pool(n, outputs=2) for n in (2, 3)},
-    **{f"adaptive_max_pool{n}d_backward.default": _pool(n, n, n, linear=0) for n in (2, 3)},
-    **{f"max_pool{n}d_with_indices.default": _pool(n, outputs=2) for n in (2, 3)},
-    **{f"max_pool{n}d_with_indices_backward.default": _pool(n, n, n, linear=0) for n in (2, 3)},
-    **{f"fractional_max_pool{n}d.default": _pool(n, 1, outputs=2) for n in (2, 3)},
-    **{f"fractional_max_pool{n}d_backward.default": _pool(n, n, n, linear=0) for n in (2, 3)},
-    **{f"max_unpool{n}d.default": _pool(n, n, linear=0) for n in (2, 3)},
-    **{f"{kind}{n}d.default": _pool(n, linear=0) for kind, dims in _RESAMPLED for n in dims},
+    **{f"{kind}{n}d.default": _resample(n) for kind, dims in _RESAMPLED for n in dims},
     **{f"{kind}{n}d_backward.default": _resample_backward(n) for kind, dims in _RESAMPLED for n in dims},
-    **{f"_upsample_{kind}2d_aa.default": _pool(2, linear=0) for kind in ("bilinear", "bicubic", "lanczos")},
+    **{f"_upsample_{kind}2d_aa.default": _resample(2) for kind in ("bilinear", "bicubic", "lanczos")},
     **{
         f"_upsample_{kind}2d_aa_backward.default": _resample_backward(2)
         for kind in ("bilinear", "bicubic", "lanczos")

@@ -1,4 +1,4 @@
-"""Views that pick elements at steps or in an order: windows, diagonals, complex pairs, pieces, flips and rolls.
+"""Views that pick elements at steps or in an order: windows, diagonals, complex pairs.
 
 A dim they don't touch stays sharded. A view moves elements and computes nothing, so every kind of pending reduction
 goes through; its backward puts zeros around them, so there only sums do.
@@ -83,16 +83,6 @@ def unbind_lines(call: OpCall) -> list[AxisRule]:
     return kept(call, [(d, d - (d > dim)) for d, _ in other_dims(call, [dim])])
 
 
-def flip_lines(call: OpCall) -> list[AxisRule]:
-    return kept(call, other_dims(call, [d % max(call.tensors[0].ndim, 1) for d in call["dims"]]))
-
-
-def roll_lines(call: OpCall) -> list[AxisRule]:
-    """Without dims the tensor is rolled as if it were flat."""
-    dims = [d % max(call.tensors[0].ndim, 1) for d in call["dims"]]
-    return kept(call, other_dims(call, dims) if dims else [])
-
-
 RULES: dict[str, Rule] = {
     "unfold.default": Rule(along_others("dimension")),
     "unfold_backward.default": Rule(inverse_lines(_unfold_pairs), local_args=local_sizes),
@@ -106,10 +96,6 @@ RULES: dict[str, Rule] = {
     "view_as_complex.default": Rule(from_pairs),
     **dict.fromkeys(("_conj.default", "_conj_physical.default"), Rule(same_dims, local_op=_conj_locally)),
     **dict.fromkeys(("resolve_conj.default", "resolve_neg.default"), Rule(same_dims)),
-    **dict.fromkeys(("split.Tensor", "split_with_sizes.default"), Rule(along_others())),
-    **dict.fromkeys(("unsafe_split.Tensor", "unsafe_split_with_sizes.default"), Rule(along_others())),
     "view.dtype": Rule(bits_lines),
     "unbind.int": Rule(unbind_lines),
-    "flip.default": Rule(flip_lines),
-    "roll.default": Rule(roll_lines),
 }

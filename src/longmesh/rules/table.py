@@ -7,11 +7,17 @@ its functional form; the dispatcher does the writing.
 from __future__ import annotations
 
 from longmesh.rules import (
+    arg_reduction,
     attention,
     attention_cuda,
+    collectives,
     conv,
     embedding,
     factory,
+    foreach,
+    foreach_norm,
+    fused,
+    histogram,
     index,
     join,
     linalg,
@@ -19,12 +25,20 @@ from longmesh.rules import (
     loss,
     matmul,
     pointwise_table,
+    pool,
     product,
+    random,
+    recurrent,
     reduction,
-    scan_sort,
+    reshape,
+    scan,
     scatter,
+    slices,
     softmax_norm,
+    sort,
+    spatial,
     strided,
+    values,
     view,
 )
 from longmesh.rules.rule import Rule
@@ -35,20 +49,34 @@ TABLE: dict[str, Rule] = {
     **matmul.RULES,
     **product.RULES,
     **reduction.RULES,
-    **scan_sort.RULES,
+    **arg_reduction.RULES,
+    **scan.RULES,
+    **sort.RULES,
+    **histogram.RULES,
     **softmax_norm.RULES,
     **loss.RULES,
     **view.RULES,
+    **reshape.RULES,
     **strided.RULES,
+    **slices.RULES,
     **index.RULES,
     **join.RULES,
     **lookup.RULES,
     **scatter.RULES,
     **embedding.RULES,
     **conv.RULES,
+    **pool.RULES,
+    **spatial.RULES,
     **linalg.RULES,
     **attention.RULES,
     **attention_cuda.RULES,
+    **recurrent.RULES,
+    **random.RULES,
+    **values.RULES,
+    **foreach.RULES,
+    **foreach_norm.RULES,
+    **fused.RULES,
+    **collectives.RULES,
 }
 
 
@@ -56,6 +84,11 @@ TABLE: dict[str, Rule] = {
 registered: dict[str, Rule] = {}
 
 
+def find_own_rule(name: str) -> Rule | None:
+    """The rule that is listed for exactly this overload."""
+    return registered.get(name) or TABLE.get(name)
+
+
 def find_rule(name: str) -> Rule | None:
     """The rule of an aten overload such as "add.Tensor"."""
-    return registered.get(name) or TABLE.get(name) or pointwise_table.by_tag(name)
+    return find_own_rule(name) or pointwise_table.by_tag(name)

@@ -212,12 +212,6 @@ def local_sizes(call: OpCall, view: LocalView) -> tuple[tuple[Any, ...], dict[st
     return (call.args[0], view.output_shapes[0], *call.args[2:]), dict(call.kwargs)
 
 
-def repeat_lines(call: OpCall) -> list[AxisRule]:
-    repeats = call["repeats"]
-    new = len(repeats) - call.tensors[0].ndim
-    return kept(call, [(d, d + new) for d in range(call.tensors[0].ndim) if repeats[d + new] == 1])
-
-
 def other_dims(call: OpCall, taken: Sequence[int]) -> list[tuple[int, int]]:
     return [(d, d) for d in range(call.tensors[0].ndim) if d not in taken]
 
@@ -227,15 +221,12 @@ def along_others(argument: str = "dim", kinds: Sequence[Partial] = PENDING) -> R
     return lambda call: kept(call, other_dims(call, [call.dim(argument)]), kinds)
 
 
-VIEW = Rule(view_lines, view_meta, local_op=reshape_locally)
 SQUEEZE = Rule(squeeze_lines, squeeze_meta, local_op=reshape_locally)
 PERMUTE = Rule(permute_lines, permute_meta)
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("view.default", "_unsafe_view.default"), VIEW),
     **dict.fromkeys(("permute.default", "transpose.int", "t.default"), PERMUTE),
     **dict.fromkeys(("squeeze.default", "squeeze.dim", "squeeze.dims"), SQUEEZE),
     "unsqueeze.default": Rule(unsqueeze_lines, unsqueeze_meta),
     "expand.default": Rule(expand_lines, expand_meta, local_args=local_sizes),
-    "repeat.default": Rule(repeat_lines),
 }

@@ -92,6 +92,16 @@ class MeshShape:
             position = position * size + place
         return position
 
+    def members(self, axes: Sequence[int], coordinate: Coordinate) -> tuple[Coordinate, ...]:
+        """The coordinates that differ from this one on `axes` only, in row-major order of those."""
+        found: list[Coordinate] = []
+        for places in product(*(range(self.sizes[axis]) for axis in axes)):
+            member = list(coordinate)
+            for axis, place in zip(axes, places, strict=True):
+                member[axis] = place
+            found.append(tuple(member))
+        return tuple(found)
+
     def __repr__(self) -> str:
         if self.names is None:
             return f"MeshShape({self.sizes})"

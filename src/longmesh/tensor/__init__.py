@@ -5,7 +5,6 @@ from longmesh.tensor.dtensor import DTensor, Factor  # isort: skip
 
 from longmesh._torch.process_wide import use_foreach_path, watch_parameters
 from longmesh.tensor.capture import capture
-from longmesh.tensor.dispatch import dispatch as dispatcher
 from longmesh.tensor.distribute import (
     compute_local_shape_and_global_offset,
     distribute_module,
@@ -14,12 +13,8 @@ from longmesh.tensor.distribute import (
 from longmesh.tensor.factory import empty, full, ones, rand, randn, zeros
 from longmesh.tensor.functions import take_weight
 from longmesh.tensor.initial_state import watch_recurrent
-from longmesh.tensor.ops import FAMILIES, MIXED, NOTES
+from longmesh.tensor.plan_op import plan_op
 from longmesh.tensor.random import get_rng_state, manual_seed, set_rng_state
-
-dispatcher.families.update(FAMILIES)
-dispatcher.mixed.update(MIXED)
-dispatcher.notes.update(NOTES)
 
 use_foreach_path(DTensor, Factor)
 # A linear layer's weight is known for one as the layer gets it.
@@ -38,6 +33,7 @@ __all__ = [
     "get_rng_state",
     "manual_seed",
     "ones",
+    "plan_op",
     "rand",
     "randn",
     "set_rng_state",

@@ -52,7 +52,7 @@ def make_tensor_layout_of_parts(
     layout.check_ndim(len(shape), shape)
     whole = even_global_shape(layout, shape)
     strides = contiguous_stride(whole) if stride is None else stride_like(whole, stride)
-    return tensor_layout(comm.mesh, layout, whole, strides, dtype)
+    return tensor_layout(comm, layout, whole, strides, dtype)
 
 
 tensor_layout_of_parts = kept_by_mesh(4096)(make_tensor_layout_of_parts)
@@ -169,7 +169,7 @@ def part_moved(
     local, own = current_part(tensor), tensor._tensor_layout
     if dtype is not None:
         local = local.to(dtype)
-        own = tensor_layout(own.mesh, own.layout, own.shape, own.stride, dtype)
+        own = tensor_layout(own.comm, own.layout, own.shape, own.stride, dtype)
     if own.layout is not layout:
         local = run_plan(own.route(layout), local, own.comm, async_op=async_op)
     return local
@@ -206,7 +206,7 @@ def apply_lookup_mask(tensor: DTensor) -> None:
     assert lookup is not None, "only a pending lookup has a mask"
     lookup.take(tensor._local_tensor)
     tensor._tensor_layout = tensor_layout(
-        tensor._mesh, without_mask(tensor._layout), tensor.shape, tensor.stride(), tensor.dtype
+        tensor._tensor_layout.comm, without_mask(tensor._layout), tensor.shape, tensor.stride(), tensor.dtype
     )
     tensor._lookup = None
 

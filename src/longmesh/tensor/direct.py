@@ -24,28 +24,28 @@ from longmesh._torch import (
     increment_version,
     is_any_autocast_enabled,
 )
+from longmesh.tensor.bound_plan import BoundOutput, BoundPlan, wrap
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_key import describe, describe_named
-from longmesh.tensor.op_plan import OpPlan, Output, wrap
 
 Method = Callable[..., Any]
 
 _is_grad_enabled = torch.is_grad_enabled
 
 
-def _output(plan: Any) -> Output | None:
+def _output(plan: Any) -> BoundOutput | None:
     """What a known plain plan gives; None where it is another one, or somebody would see the op."""
     if (
-        type(plan) is not OpPlan
-        or plan.quick.known is None
+        type(plan) is not BoundPlan
+        or plan.known is None
         or dispatch_mode_count()
         or function_mode_count()
         or is_any_autocast_enabled()
         or functorch_level() is not None
     ):
         return None
-    return plan.quick
+    return plan.single
 
 
 def _binary(op: OpOverload, by_torch: Method) -> Method:
@@ -153,7 +153,7 @@ def _write(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         plan = args[0]._tensor_layout.plans.get(tuple(parts))
     except TypeError:  # symbolic sizes don't hash
         return False
-    if type(plan) is not OpPlan or plan.plain is None or plan.written != 0:
+    if type(plan) is not BoundPlan or plan.plain is None or plan.written != 0:
         return False
     plan.plain(*local_args, **local_kwargs)
     increment_version(args[:1])

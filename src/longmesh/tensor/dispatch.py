@@ -20,14 +20,16 @@ from typing import Any
 import torch
 
 from longmesh._torch import OpOverload, dispatch_mode_count, dispatch_modes, make_quickly, set_dispatch_modes
+from longmesh.comm import comm_anywhere
+from longmesh.rules.tree import all_tensors, map_tensors
+from longmesh.tensor.bound_plan import BoundPlan, execute, fill_result, finish, run_steps
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.make_plan import PlanMaker, dtensors_of
+from longmesh.tensor.make_plan import make_plan, make_plan_of
 from longmesh.tensor.op_key import (
     GENERAL,
     LIST,
     VALUE_TYPES,
     VALUES,
-    Note,
     OpTable,
     describe,
     describe_named,
@@ -35,11 +37,10 @@ from longmesh.tensor.op_key import (
     key_of_list,
     key_of_sizes,
 )
-from longmesh.tensor.op_plan import OpPlan, execute, fill_result, finish, run_steps
 from longmesh.tensor.outside import is_split, plan_outside, run_split
-from longmesh.tensor.plain import replicate_plain, value_of, writes_plain
+from longmesh.tensor.plain import common_mesh, replicate_plain, value_of, writes_plain
+from longmesh.tensor.table_notes import NOTES
 from longmesh.tensor.tensor_layout import TensorLayout
-from longmesh.tensor.tree import all_tensors, map_tensors
 
 # More plans of one layout than this are no working set: sizes that never come back.
 _MAX_PLANS = 1 << 12
@@ -49,13 +50,12 @@ BY_VALUE = object()
 _is_inference_mode = torch.is_inference_mode_enabled
 
 
-class Dispatcher(PlanMaker):
-    """The ops seen so far; what their plans are made by is in PlanMaker."""
+class Dispatcher:
+    """The ops seen so far, and those that were warned of."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.warned: set[str] = set()
         self.tables: dict[int, OpTable] = {}
-        self.notes: dict[OpOverload, Note] = {}
 
     def from_torch(
         self,
@@ -111,19 +111,19 @@ class Dispatcher(PlanMaker):
             plan = key = None
         if plan is None or plan is BY_VALUE:
             plan = self._first_time(table, lead, key, args, kwargs or {})
-            if type(plan) is not OpPlan:
+            if type(plan) is not BoundPlan:
                 return plan
         call = plan.plain
         if call is None:
             return self._run(plan, func, args, kwargs or {})
         local = call(*local_args, **local_kwargs) if local_kwargs else call(*local_args)
-        known = plan.quick.known
+        known = plan.known
         if known is None or known.dtype is not local.dtype or (plan.is_view and _is_inference_mode()):
             return finish(plan, local, func, args, kwargs or {})
         return make_quickly(known.tensor_class, local, known, False)
 
     def _table(self, func: OpOverload) -> OpTable:
-        table = self.tables[id(func)] = OpTable(func, self.notes.get(func))
+        table = self.tables[id(func)] = OpTable(func, NOTES.get(func))
         return table
 
     def forget_plans(self) -> None:
@@ -140,7 +140,7 @@ class Dispatcher(PlanMaker):
     ) -> Any:
         """The plan of a call whose like was not seen; the result of one that runs as another call."""
         func, note = table.func, table.note_of(args, kwargs)
-        if func in self.mixed and is_split(args, kwargs):
+        if table.is_mixed and is_split(args, kwargs):
             return run_split(self.from_torch, func, args, kwargs)
         ready = self._with_layouts(table, args, kwargs)
         if ready is None:
@@ -155,16 +155,21 @@ class Dispatcher(PlanMaker):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments, plain ones as replicated DTensors; None: the op writes scalars to a plain tensor."""
         plain = [t for t in all_tensors((args, kwargs)) if not isinstance(t, DTensor)]
-        if not plain or table.func in self.mixed:
+        if not plain or table.is_mixed:
             return args, kwargs
         if table.writes and writes_plain(table.func, args, kwargs):
             return None
         return replicate_plain(table.func, args, kwargs) if any(t.ndim for t in plain) else (args, kwargs)
 
-    def _run(self, plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if plan.needs_values and dispatch_mode_count():
-            plan = self.make(func, args, kwargs, is_traced=True)[0]
+    def _run(self, plan: BoundPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if plan.plan.needs_values and dispatch_mode_count():
+            made, comms, _, _ = self._make(func, args, kwargs, is_traced=True)
+            plan = BoundPlan(made, comms)
         return execute(plan, func, args, kwargs)
+
+    def _make(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any) -> Any:
+        comm = comm_anywhere(common_mesh(args, kwargs))
+        return make_plan(func, args, kwargs, comm, warned=self.warned, **how)
 
     def _find(
         self,
@@ -174,7 +179,7 @@ class Dispatcher(PlanMaker):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         note: tuple[Any] | None,
-    ) -> OpPlan:
+    ) -> BoundPlan:
         """The plan of a call, made where it is not known. With a note it is kept under key and note."""
         if note is not None and key is not None:
             key = (*key, *note)
@@ -182,7 +187,7 @@ class Dispatcher(PlanMaker):
         if found is BY_VALUE:
             key = (table, *exact_key(args, kwargs))
             found = lead.plans.get(key)
-        if type(found) is OpPlan:
+        if type(found) is BoundPlan:
             return found
         modes, needs_grad = dispatch_modes(), torch.is_grad_enabled()
         try:
@@ -200,26 +205,26 @@ class Dispatcher(PlanMaker):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         note: tuple[Any] | None,
-    ) -> OpPlan:
+    ) -> BoundPlan:
         """Make a plan, from the recipe of others like it if there is one, and keep it."""
         kinds: tuple[Any, ...] | None = None
-        plan = None
+        made, comms = None, (lead.comm,)
         if key is not None:  # symbolic sizes have kinds of their own, which have no recipes
             kinds = tuple([p.kind if type(p) is TensorLayout else p for p in key])
             recipe = lead.kind.recipes.get(kinds)
-            plan = None if recipe is None else recipe.plan(args, kwargs, lead)
-        if plan is None:
+            made = None if recipe is None else recipe.plan(args, kwargs, lead.comm)
+        if made is None:
             layouts = [lead, *[part for part in key or () if type(part) is TensorLayout]]
             is_symbolic = any(own.is_symbolic for own in layouts)
             is_traced = dispatch_mode_count() > 0
-            plan, recipe, by_value = self.make(
+            made, comms, recipe, by_value = self._make(
                 table.func, args, kwargs, is_traced=is_traced, note=None if note is None else note[0]
             )
             by_value = by_value or any(own.layout.partial_axes for own in layouts)
             if not lead.comm.is_member:
                 recipe = None
-            if is_symbolic or key is None or (is_traced and plan.needs_values):
-                return plan
+            if is_symbolic or key is None or (is_traced and made.needs_values):
+                return BoundPlan(made, comms)
             if recipe is not None and kinds is not None:
                 _keep(lead.kind.recipes, kinds, recipe)
             if by_value and not table.reads_floats and (kwargs or table.form == GENERAL):
@@ -227,8 +232,8 @@ class Dispatcher(PlanMaker):
                 if exact != key:
                     _keep(lead.plans, key, BY_VALUE)
                     key = exact
-        if not lead.comm.is_member:
-            plan = plan_outside(plan, table.func, args, kwargs)
+        is_outside = not lead.comm.is_member
+        plan = plan_outside(made, comms, table.func, args, kwargs) if is_outside else BoundPlan(made, comms)
         if key is not None:
             _keep(lead.plans, key, plan)
         return plan
@@ -237,23 +242,23 @@ class Dispatcher(PlanMaker):
         self, build: Callable[..., Any], static: tuple[Any, ...], tensors: tuple[Any, ...]
     ) -> Any:
         """Several ops on `tensors` (the first a DTensor, others may be None) by one plan, which `build` writes
-        (`PlanMaker.make_of`). Kept as plans of ops are, `build` in the place of the op. Below autograd; collective
+        (`make_plan_of`). Kept as plans of ops are, `build` in the place of the op. Below autograd; collective
         where the plan is."""
         lead = tensors[0]._tensor_layout
         key = (build, static, *[None if t is None else t._tensor_layout for t in tensors])
         plan = lead.plans.get(key)
         if plan is None:
-            plan = self.make_of(build, static, tensors)
+            plan = BoundPlan(*make_plan_of(build, static, tensors, self.warned))
             _keep(lead.plans, key, plan)
-        return fill_result(plan.result, run_steps(plan, tensors, {}))
+        return fill_result(plan.result, run_steps(plan, tensors, {}), plan)
 
-    def plan_of(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan | None:
+    def plan_of(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundPlan | None:
         """The plan that a call would run by; None of one that has none: it writes scalars to a plain tensor."""
         table = self.tables.get(id(func)) or self._table(func)
         note, ready = table.note_of(args, kwargs), self._with_layouts(table, args, kwargs)
         if ready is None:
             return None
-        lead = dtensors_of(*ready)[0]._tensor_layout
+        lead = next(t for t in all_tensors(ready) if isinstance(t, DTensor))._tensor_layout
         return self._find(table, lead, table.key(*ready), *ready, note)
 
 

@@ -202,7 +202,19 @@ def integers_of(dtype: torch.dtype) -> Distribution:
     return integers(0, largest_integer(dtype) + 1)
 
 
+def integers_from(low: int, dtype: torch.dtype) -> Distribution:
+    """What random_(low, None) gives: the same from `low` on."""
+    return integers(low, largest_integer(dtype) + 1)
+
+
+def make_distribution(maker: str, numbers: tuple[Any, ...]) -> Distribution:
+    """The distribution that a function here makes, by the function's name."""
+    return _MAKERS[maker](*numbers)
+
+
 _MAKERS: dict[str, Callable[..., Distribution]] = {
     maker.__name__: maker
-    for maker in (uniform, normal, bernoulli, exponential, geometric, cauchy, log_normal, integers)
-}
+    for maker in (
+        uniform, normal, bernoulli, exponential, geometric, cauchy, log_normal, integers, integers_of, integers_from
+    )
+}  # fmt: skip

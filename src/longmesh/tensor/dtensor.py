@@ -43,10 +43,10 @@ from longmesh.tensor.foreign import refuse_fsdp, refuse_memory, refuse_sparse, r
 from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
-from longmesh.tensor.view_route import check_view
+from longmesh.tensor.view_check import check_view
 
 if TYPE_CHECKING:
-    from longmesh.tensor.sending_steps import Reduced
+    from longmesh.tensor.tensor_layout import Reduced
     from longmesh.tensor.view_origin import ViewOrigin
 
 ShardOrderLike = Iterable[tuple[int, Sequence[int]]]
@@ -76,7 +76,7 @@ class DTensor(torch.Tensor):
     _tensor_layout: TensorLayout
     # The mask of a pending lookup (a MaskPartial layout); few tensors have one, so it is not a slot.
     _lookup: PendingLookup | None = None
-    # The reduced value of a pending tensor, once an op that must not reduce it twice has (steps.Reduced).
+    # The reduced value of a pending tensor, once an op that must not reduce it twice has (tensor_layout.Reduced).
     _reduced: Reduced | None = None
     # Where a view that had to be copied comes from; no slot either.
     _origin: ViewOrigin | None = None
@@ -104,7 +104,7 @@ class DTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> DTensor:
         """Wrap a local tensor that is already this rank's part. For users: `from_local`."""
-        own = tensor_layout(mesh, layout, shape, stride, local_tensor.dtype)
+        own = tensor_layout(comm_anywhere(mesh), layout, shape, stride, local_tensor.dtype)
         return make_around(own.tensor_class, local_tensor, own, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh.comm import comm_anywhere
 from longmesh.comm.local import identity_of
 from longmesh.errors import LongmeshError
+from longmesh.rules.random import keeps_value, std_of_parts
 from longmesh.spec import Layout, Partial, Placement, Replicate
 from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor import distributions
@@ -19,7 +20,7 @@ from longmesh.tensor.compiling import between_graphs
 from longmesh.tensor.dtensor import DTensor, ShardOrderLike
 from longmesh.tensor.foreign import refuse_inside_transform
 from longmesh.tensor.meta import check_averages
-from longmesh.tensor.random import keeps_value, next_key, sample, std_of_parts
+from longmesh.tensor.random import next_key, sample
 
 
 def zeros(

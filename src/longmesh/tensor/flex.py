@@ -101,7 +101,7 @@ def flex_attention(
 def _outside(q: DTensor, k: DTensor, v: DTensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
     """Output and lse on a rank that is not in the mesh: without data."""
     layouts = [
-        tensor_layout(q._mesh, q._layout, shape, contiguous_stride(shape), dtype)
+        tensor_layout(q._tensor_layout.comm, q._layout, shape, contiguous_stride(shape), dtype)
         for shape, dtype in zip(shapes, (q.dtype, accumulate_dtype(q.dtype)), strict=True)
     ]
     return results_outside((q, k, v), layouts)

@@ -1,7 +1,7 @@
 """What knows only plain tensors or torch's own DTensor refuses ours by name, before anything is sent.
 
-torch.distributed's collectives, and with them DistributedDataParallel, would exchange a wrapper that holds no data;
-FSDP2 would take a longmesh DTensor for a plain tensor. FSDP2 asks a parameter for the attributes below first.
+FSDP2 would take a longmesh DTensor for a plain tensor: it asks a parameter for the attributes below first. Collectives
+of torch.distributed are refused by their rules (`rules/collectives.py`).
 """
 
 from __future__ import annotations
@@ -11,20 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from longmesh._torch import OpOverload, functorch_level, is_transformed, schema_of
+from longmesh._torch import functorch_level, is_transformed
 from longmesh.errors import LongmeshError
-
-c10d = torch.ops.c10d
-
-
-def refuse_collective(p: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    """The family of torch.distributed's collectives."""
-    name = schema_of(func).name.removeprefix("c10d::").strip("_")
-    raise LongmeshError(
-        f"torch.distributed's {name} takes plain tensors, got a longmesh DTensor; use its to_local() or redistribute() "
-        "it. DistributedDataParallel can't hold DTensor parameters: use FSDP2 on the module converted with "
-        "longmesh.interop.to_torch, or make data parallelism an axis of your mesh"
-    )
 
 
 def refuse_transformed(caller: str) -> NoReturn:
@@ -72,28 +60,3 @@ def refuse_memory(name: str) -> Callable[..., NoReturn]:
     refuse.__name__ = name
     refuse.__doc__ = "Refused: call it on full_tensor() or to_local()."
     return refuse
-
-
-_COLLECTIVES = (
-    "_allgather_base_",
-    "_reduce_scatter_base_",
-    "allgather_",
-    "allgather_coalesced_",
-    "allgather_into_tensor_coalesced_",
-    "allreduce_",
-    "allreduce_coalesced_",
-    "alltoall_",
-    "alltoall_base_",
-    "broadcast_",
-    "gather_",
-    "recv_",
-    "reduce_",
-    "reduce_scatter_",
-    "reduce_scatter_tensor_coalesced_",
-    "scatter_",
-    "send",
-)
-
-MIXED: dict[OpOverload, Callable[..., NoReturn]] = {
-    getattr(c10d, name).default: refuse_collective for name in _COLLECTIVES
-}

@@ -2,46 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from longmesh._torch import OpOverload
+from longmesh.comm import Place
+from longmesh.rules.steps import RunOps, Slot
 from longmesh.tensor.autograd import apply_lookup_mask, move
+from longmesh.tensor.bound_plan import replace_target
 from longmesh.tensor.op_facts import decomposition_of, facts_of, refuse_new_shape, written_targets
-from longmesh.tensor.op_plan import OpPlan, replace_target
+from longmesh.tensor.op_plan import OpPlan
 from longmesh.tensor.plain import decomposing, on_whole_tensors
-from longmesh.tensor.steps import RunOps, Slot
 from longmesh.tensor.view_origin import run_on_views
 
 
-def plan_one_by_one(func: OpOverload) -> OpPlan:
+def plan_one_by_one(func: OpOverload, place: Place) -> OpPlan:
     """The plan of such an op."""
-    functional = facts_of(func).functional
-    decomposition = decomposition_of(func)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if functional is not None:
-            return write_back(func, functional, args, kwargs)
-        if decomposition is None:
-            return on_whole_tensors(func, args, kwargs)
-        token = decomposing.set(True)
-        try:
-            return decomposition(*args, **kwargs)
-        finally:
-            decomposing.reset(token)
-
-    return OpPlan((RunOps(func, run, 0),), result=Slot(0), num_slots=1, how="no rule: made of other ops")
+    return _plan_of(func, run_one_by_one, place, "no rule: made of other ops")
 
 
-def plan_through_views(func: OpOverload) -> OpPlan:
+def plan_through_views(func: OpOverload, place: Place) -> OpPlan:
     """The plan of an op on views that had to be copied: whether they are read again is known when it runs."""
+    return _plan_of(func, run_on_views, place, "through the tensors that its inputs are views of")
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return run_on_views(func, args, kwargs)
 
-    how = "through the tensors that its inputs are views of"
-    return OpPlan((RunOps(func, run, 0),), result=Slot(0), num_slots=1, how=how)
+def _plan_of(func: OpOverload, run: Callable[..., Any], place: Place, how: str) -> OpPlan:
+    return OpPlan((RunOps(func, run, 0),), (place,), result=Slot(0), num_slots=1, how=how)
+
+
+def run_one_by_one(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op by the ops that it is made of."""
+    functional = facts_of(func).functional
+    if functional is not None:
+        return write_back(func, functional, args, kwargs)
+    decomposition = decomposition_of(func)
+    if decomposition is None:
+        return on_whole_tensors(func, args, kwargs)
+    token = decomposing.set(True)
+    try:
+        return decomposition(*args, **kwargs)
+    finally:
+        decomposing.reset(token)
 
 
 def write_back(

@@ -17,8 +17,10 @@ from longmesh._torch import (
     schema_of,
 )
 from longmesh.errors import LongmeshError
-from longmesh.rules import Meta, OpCall, OutMeta
-from longmesh.tensor.tree import all_tensors
+from longmesh.rules import Meta, OpCall, OutMeta, Program, Rule, find_rule
+from longmesh.rules.rule import arguments_of
+from longmesh.rules.table import find_own_rule
+from longmesh.rules.tree import all_tensors
 
 
 class OpFacts(NamedTuple):
@@ -50,11 +52,18 @@ def facts_of(func: OpOverload) -> OpFacts:
     )
 
 
-def bind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, defaults included."""
-    arguments = schema_of(func).arguments
-    defaults = {a.name: a.default_value for a in arguments}
-    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+def rule_of(func: OpOverload) -> Rule | None:
+    """An op's rule; of an in-place or out= op that has none of its own, that of its functional form."""
+    facts = facts_of(func)
+    own = None if facts.functional is None else find_own_rule(rule_name(func))
+    return own or find_rule(facts.rule_name)
+
+
+def program_of(func: OpOverload) -> Program | None:
+    """What writes the steps of an op, where its rule has more than lines. Not that of its functional form."""
+    is_functional = facts_of(func).functional is None
+    rule = rule_of(func) if is_functional else find_own_rule(rule_name(func))
+    return None if rule is None else rule.program
 
 
 def out_names(func: OpOverload) -> list[str]:
@@ -112,7 +121,7 @@ def run_on_meta(call: OpCall) -> tuple[OutMeta, ...]:
 
 def written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The values of the arguments that the op's schema says it writes to."""
-    given = bind(func, args, kwargs)
+    given = arguments_of(func, args, kwargs)
     arguments = schema_of(func).arguments
     return [given[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 

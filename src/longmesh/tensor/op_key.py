@@ -11,18 +11,15 @@ The op stands in it as its OpTable: when a rule changes, all tables are made ane
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from longmesh._torch import OpOverload, increment_version, schema_of
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.op_facts import is_pointwise
+from longmesh.tensor.op_facts import is_pointwise, rule_of
+from longmesh.tensor.table_notes import Note
 from longmesh.tensor.tensor_layout import TensorLayout
-
-# What a plan depends on beyond the key, hashable.
-Note = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 # Stands in a key for a plain tensor that is not a scalar.
 PLAIN = object()
@@ -37,14 +34,16 @@ _HASHED = frozenset(("int", "SymInt", "bool", "str", "float", "Device"))
 
 class OpTable:
     """What is known of one op. `reads_floats`: whether its plans depend on the values of floats. `written_lists`: the
-    places of lists that it writes to."""
+    places of lists that it writes to. `is_mixed`: it takes plain tensors beside DTensors."""
 
-    __slots__ = ("form", "func", "note", "reads_floats", "writes", "written_lists")
+    __slots__ = ("form", "func", "is_mixed", "note", "reads_floats", "writes", "written_lists")
 
     def __init__(self, func: OpOverload, note: Note | None) -> None:
         schema = schema_of(func)
         self.func = func
         self.note = note
+        rule = rule_of(func)
+        self.is_mixed = rule is not None and rule.mixed
         self.reads_floats = not is_pointwise(func)
         self.form = _form(schema, self.reads_floats)
         self.writes = schema.is_mutable

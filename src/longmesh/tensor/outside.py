@@ -18,55 +18,60 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh._torch import OpOverload
 from longmesh.errors import LongmeshError
 from longmesh.rules import Meta, OpCall
+from longmesh.rules.steps import Execute, LocalCall, Slot
+from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.spec import Layout
 from longmesh.tensor.autograd import gradient_layout
+from longmesh.tensor.bind_steps import Comms, Run, bind_step
+from longmesh.tensor.bound_plan import BoundPlan
 from longmesh.tensor.dtensor import DTensor, wrap
+from longmesh.tensor.executors import executor_of
 from longmesh.tensor.mask_buffer import without_mask
 from longmesh.tensor.op_facts import result_on_meta
 from longmesh.tensor.op_plan import NOTHING, Given, OpPlan, Output
-from longmesh.tensor.random import Drawing, next_key
-from longmesh.tensor.steps import LocalCall, RunOps, Slot
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
-from longmesh.tensor.tree import all_tensors, map_tensors
 
 
 def is_outside(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and not tensor._tensor_layout.comm.is_member
 
 
-def plan_outside(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+def plan_outside(
+    plan: OpPlan, comms: Comms, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> BoundPlan:
     """What an op does on a rank outside, from what it does on the mesh's first rank."""
-    if any(isinstance(step, RunOps) for step in plan.steps):  # its ops are asked one by one
-        return plan
+    if not plan.is_known:  # its ops are asked one by one
+        return BoundPlan(plan, comms)
     tensors = all_tensors((args, kwargs))
-    template = plan.result
+    template, dtypes = plan.result, []
     if plan.written is not None:
         template = Given(plan.written)
     elif template is None or not _is_known(template):
-        template = _outputs_of(plan, func, args, kwargs)
-    outputs: list[Output] = []
-    _collect(template, outputs)
-    device, first = tensors[0].device, len(tensors)
-    for number, output in enumerate(outputs):
-        output.slot = first + number
-    dtypes = [output.known.dtype for output in outputs if output.known is not None]
-    draws = [
-        step.call for step in plan.steps if isinstance(step, LocalCall) and isinstance(step.call, Drawing)
-    ]
-
-    def make() -> Any:
-        for drawing in draws:
-            next_key(drawing.generator)
-        made = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
-        return made[0] if len(made) == 1 else made
-
-    return OpPlan(
-        (LocalCall(make, (), {}, first, len(outputs)),),
-        result=template,
-        num_slots=first + max(len(outputs), 1),
-        replaces=plan.replaces,
-        how="this rank is outside the mesh: nothing runs",
+        template, dtypes = _outputs_of(plan, len(tensors), func, args, kwargs)
+    first, count = len(tensors), len(dtypes)
+    step = LocalCall(_make_nothing, (tuple(dtypes), tensors[0].device), {}, first, count)
+    bound = BoundPlan(
+        OpPlan(
+            (*(s for s in plan.steps if isinstance(s, Execute)), step),
+            plan.places,
+            result=template,
+            num_slots=max(plan.num_slots, first + max(count, 1)),
+            replaces=plan.replaces,
+            how="this rank is outside the mesh: nothing runs",
+        ),
+        comms,
     )
+    bound.steps = [_skipping(s) for s in plan.steps if isinstance(s, Execute)] + [bind_step(step, comms)]
+    return bound
+
+
+def _skipping(step: Execute) -> Run:
+    """Random ops count on."""
+    return lambda frame: executor_of(step.name).skip(step)
+
+
+def _make_nothing(dtypes: tuple[torch.dtype, ...], device: torch.device) -> list[torch.Tensor]:
+    return [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
 
 
 def _is_known(template: Any) -> bool:
@@ -84,8 +89,11 @@ def _collect(template: Any, found: list[Output]) -> None:
             _collect(value, found)
 
 
-def _outputs_of(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result's structure, with an Output for each tensor: shapes and dtypes of the op on global shapes."""
+def _outputs_of(
+    plan: OpPlan, first: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, list[torch.dtype]]:
+    """The result's structure, with an Output for each tensor, from the slot `first` on, and their dtypes: of the op on
+    global shapes."""
     mesh = next(t._mesh for t in all_tensors((args, kwargs)) if isinstance(t, DTensor))
     if type(plan.result) is Slot:  # a number
         raise _refusal(func, mesh)
@@ -102,13 +110,13 @@ def _outputs_of(plan: OpPlan, func: OpOverload, args: tuple[Any, ...], kwargs: d
     layouts = (
         [without_mask(o.layout) for o in planned] if len(planned) == len(metas) else [whole] * len(metas)
     )
-    made: list[Output] = []
-    for meta, layout in zip(metas, layouts, strict=True):
-        output = Output(mesh, layout, tuple(meta.shape), meta.stride())
-        output.known = tensor_layout(mesh, layout, tuple(meta.shape), meta.stride(), meta.dtype)
-        made.append(output)
-    following = iter(made)
-    return map_tensors(lambda _: next(following), structure)
+    made = iter(
+        [
+            Output(layout, tuple(meta.shape), meta.stride(), first + number, is_alias=True)
+            for number, (meta, layout) in enumerate(zip(metas, layouts, strict=True))
+        ]
+    )
+    return map_tensors(lambda _: next(made), structure), [meta.dtype for meta in metas]
 
 
 def _refusal(func: Any, mesh: DeviceMesh) -> LongmeshError:
@@ -139,7 +147,7 @@ class _Outside(torch.autograd.Function):
         if not there:
             return None, *(None for _ in ctx.given)
         layouts = [
-            tensor_layout(own.mesh, gradient_layout(own.layout), own.shape, own.stride, own.dtype)
+            tensor_layout(own.comm, gradient_layout(own.layout), own.shape, own.stride, own.dtype)
             for own in ctx.given
         ]
         return None, *results_outside([*there, *ctx.saved_tensors], layouts)

@@ -20,12 +20,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from longmesh._torch import OpOverload, engine_code, in_backward, schema_of, takes_no_memory
 from longmesh.errors import LongmeshError
+from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.spec import Layout
 from longmesh.tensor.arguments import check_scalar_mesh, refuse_meshes
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.op_facts import out_names
-from longmesh.tensor.tree import all_tensors, map_tensors
 
 # While an op is decomposed: what its decomposition makes is the same on every rank.
 decomposing: ContextVar[bool] = ContextVar("longmesh_decomposing", default=False)
@@ -142,7 +142,14 @@ def _caller() -> CodeType | None:
 
 
 # What runs between the engine's call and here: dispatch, modes that watch it, ops that torch writes in Python.
-_BETWEEN = ("longmesh.tensor.", "longmesh.debug.", "torch._", "torch.utils._python_dispatch", "contextlib")
+_BETWEEN = (
+    "longmesh.tensor.",
+    "longmesh.rules.",
+    "longmesh.debug.",
+    "torch._",
+    "torch.utils._python_dispatch",
+    "contextlib",
+)
 
 
 def _is_mask(func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,52 +1,47 @@
-"""Planner: what an op does, written down as steps.
+"""Planner: the plan of one op, in the making.
 
-    def flip(p, func, args, kwargs):                     # how a family of ops says it (tensor/ops)
-        x = p.linear_or_reduced(args[0])
-        local = p.local(torch.flip, x, dims)
-        ...
-        return p.wrap(p.exchange([local], ...), x)
-
-A rule or a family runs once for each kind of call, on `Planned` tensors: they have a global layout and a slot, and no
-data. Torch's ops on them are planned in turn, so an op that is made of others (a softmax over a sharded dim, a
-decomposition of torch's) is written as it would be on plain tensors, and all of its steps end up in one plan.
+An op goes by its rule: by the rule's program, which writes steps on `Planned` tensors, or by its lines. One without a
+rule goes by torch's decomposition of it, whose ops are planned in turn; failing that, every rank runs it on whole
+tensors. All steps end up in one plan. Pure: nothing is sent, and every rank makes the same plan from the same call.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from longmesh._torch import OpOverload, TorchDispatchMode, aten, schema_of
-from longmesh.rules import Meta, OpCall, find_rule
+from longmesh.rules import OpCall, Rule
 from longmesh.rules.lookup import Masked
+from longmesh.rules.planned import Planned, Unplannable
+from longmesh.rules.steps import Exchange, Forget, GivenCall, Redistribute, Slot, drops
+from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.spec import Layout
 from longmesh.spec.strides import contiguous_stride
-from longmesh.tensor.by_rule import describe_call, local_form, pends_more
+from longmesh.tensor.lines import Recipe, describe_call, find_lines, pends_more, plan_lines, slots_for_metas
 from longmesh.tensor.mask_buffer import MaskBuffer, without_mask
 from longmesh.tensor.op_facts import (
     decomposition_of,
     facts_of,
+    program_of,
     quick_call,
     refuse_new_shape,
     result_on_meta,
+    rule_of,
     written_targets,
 )
 from longmesh.tensor.op_plan import NOTHING, Given, OpPlan, Output, Whole
-from longmesh.tensor.planned import Planned, Unplannable
-from longmesh.tensor.propagate import choose
-from longmesh.tensor.sending_steps import Exchange, Redistribute
+from longmesh.tensor.propagate import Choice, choose
+from longmesh.tensor.step_cost import is_collective
 from longmesh.tensor.step_writer import StepWriter
-from longmesh.tensor.steps import Forget, Slot, drops
 from longmesh.tensor.tensor_layout import tensor_layout
-from longmesh.tensor.tree import all_tensors, map_tensors
 
 # Ops that are made of ops that are made of ops: deeper than this, one is made of itself.
 _MAX_DEPTH = 30
-# What a family returns where the op's rule does after all.
-USUAL = object()
 
 
 class _Tracing(TorchDispatchMode):
@@ -64,7 +59,53 @@ class _Tracing(TorchDispatchMode):
 
 
 class Planner(StepWriter):
-    """The plan of one op, in the making: torch's ops on its planned tensors add their steps."""
+    """Writes the plan of a call of `func`; `given`: its arguments, where by its lines it may be a plain local call.
+    `by_value`: the plan holds for the floats of the call only; `recipe`: how to plan calls of other sizes. `warned`:
+    the ops that were warned of."""
+
+    def __init__(self, comm: Any, device: torch.device, warned: set[str]) -> None:
+        super().__init__(comm, device)
+        self.warned = warned
+        self.func: OpOverload | None = None
+        self.given: tuple[Any, ...] | None = None
+        self.by_value = True
+        self.recipe: Recipe | None = None
+
+    # -- the call itself -----------------------------------------------------------------------
+
+    def lines_of_call(
+        self, func: OpOverload, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpPlan | None:
+        """The plan of a call of tensors on one mesh by the lines of its rule; None where an in-place op can't write
+        there."""
+        facts, comm = facts_of(func), self.comm
+        lines = find_lines(func, facts, rule, args, kwargs, comm)
+        if lines is None:
+            return None
+        count = len(lines.layouts)
+        slots, self.num_slots = list(range(count)), count
+        if lines.choice.inputs != lines.layouts:
+            tensors: list[Any] = all_tensors((args, kwargs))
+            for number, (have, want) in enumerate(zip(lines.layouts, lines.choice.inputs, strict=True)):
+                if have is not want:
+                    slots[number] = self.move(number, tensors[number]._tensor_layout, want, number)
+        plan = plan_lines(facts, lines, comm.place, self.steps, slots, self.num_slots)
+        self.by_value = plan.plain is None
+        if not (rule.reads_sizes or self.steps or any(entry.even for entry in lines.choice.lines)):
+            self.recipe = Recipe(func, facts, rule, lines.choice, plan)
+        return plan
+
+    def call_given(self, lists: Sequence[Any], strides: Sequence[tuple[int, ...]]) -> OpPlan:
+        func = self.func
+        assert func is not None, "a program plans one op"
+        outputs = [
+            Output(t._layout, tuple(t.shape), stride, mesh=self.mesh_number(t._tensor_layout.comm))
+            for t, stride in zip(lists[0], strides, strict=False)
+        ]
+        call, count = quick_call(func), sum(map(len, lists))
+        self.by_value = False
+        step = GivenCall(call, tuple(range(count)), count)
+        return OpPlan((step,), self.places, tuple(outputs), num_slots=count + 1, plain=call)
 
     # -- ops -----------------------------------------------------------------------------------
 
@@ -75,10 +116,9 @@ class Planner(StepWriter):
             raise Unplannable
         self.depth += 1
         try:
-            family = self.families.get(func)
-            result = USUAL if family is None else family(self, func, args, kwargs)
-            if result is USUAL:
-                result = self.by_rule(func, args, kwargs)
+            program = program_of(func)
+            way = self.by_lines if program is None else functools.partial(program, self)
+            result = way(func, args, kwargs)
         finally:
             self.depth -= 1
         if self.depth and not _is_planned(result):
@@ -91,36 +131,35 @@ class Planner(StepWriter):
             return self.ready_input(tensor)
         slot = self.local(tensor.clone)
         whole = Layout.replicated(self.comm.shape)
-        own = tensor_layout(
-            self.comm.mesh, whole, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype
-        )
+        own = tensor_layout(self.comm, whole, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
         return self.planned(slot.number, own)
 
-    def by_rule(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """By the op's rule, by other ops, or on whole tensors: whatever the op has, but for code of its own."""
-        facts = facts_of(func)
-        rule = find_rule(facts.rule_name)
+    def by_lines(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """By the lines of the op's rule, by other ops, or on whole tensors: whatever the op has, but for a program."""
+        facts, rule = facts_of(func), rule_of(func)
         tensors: list[Any] = all_tensors((args, kwargs))
-        if rule is None or facts.has_out or not tensors:
+        if rule is None or rule.axis_rules is None or facts.has_out or not tensors:
             return self._without_rule(func, args, kwargs, tensors)
-        call, layouts = describe_call(facts.functional or func, rule, args, kwargs)
-        pinned = None if facts.functional is None else 0
-        choice = choose(call, rule.axis_rules(call), layouts, self.comm.cluster, pinned)
-        form = None if choice is None else local_form(func, facts, rule, call, choice, self.comm)
-        if choice is None or form is None:
+        if func is self.func and args is self.given and not self.steps:
+            plan = self.lines_of_call(func, rule, args, kwargs)
+            if plan is not None:
+                return plan
+        lines = find_lines(func, facts, rule, args, kwargs, self.comm)
+        if lines is None:
             assert facts.functional is not None
             return self._write_back(func, facts.functional, args, kwargs)
         if facts.functional is not None and tensors[0].is_copied_view:
             raise Unplannable
+        call, choice = lines.op_call, lines.choice
         moved = [self.redistribute(t, y) for t, y in zip(tensors, choice.inputs, strict=True)]
-        static = (call.args, dict(call.kwargs)) if form.static is None else form.static
+        static = (call.args, dict(call.kwargs)) if lines.static is None else lines.static
         local_args, local_kwargs = slots_for_metas(static, [t.slot for t in moved])
-        local_call = torch.reshape if func in _VIEWS and form.call is quick_call(func) else form.call
+        local_call = torch.reshape if func in _VIEWS and lines.call is quick_call(func) else lines.call
         if facts.functional is not None:
             self.local(local_call, *local_args, **local_kwargs)
             return args[0]
         if any(without_mask(y) is not y for y in choice.outputs):
-            local_call = _unmasked(local_call)
+            local_call = Unmasked(local_call)
         structure = result_on_meta(call)
         if (mask := call.get("output_mask")) is not None:  # meta kernels give more than is asked for
             structure = tuple([t if asked else None for t, asked in zip(structure, mask, strict=True)])
@@ -130,24 +169,24 @@ class Planner(StepWriter):
         else:
             parts = self.locals(len(metas), local_call, *local_args, **local_kwargs) if metas else ()
         stays = all(a is b for a, b in zip(moved, tensors, strict=True))
-        is_copy = facts.is_copied_view or not stays or pends_more(choice.inputs, choice.outputs)
-        results = iter(
-            [
-                self.planned(
-                    part.number,
-                    tensor_layout(
-                        self.comm.mesh,
-                        without_mask(layout),
-                        meta.shape,
-                        contiguous_stride(meta.shape),
-                        found.dtype,
-                    ),
-                    is_copied_view=facts.is_view and is_copy,
-                )
-                for part, layout, meta, found in zip(parts, choice.outputs, call.outputs, metas, strict=True)
-            ]
-        )
-        return map_tensors(lambda _: next(results), structure)
+        is_copy = facts.is_copied_view or not stays or pends_more(choice)
+        results: list[Planned] = []
+        for part, layout, meta, found in zip(parts, choice.outputs, call.outputs, metas, strict=True):
+            stride = contiguous_stride(meta.shape)
+            own = tensor_layout(self.comm, without_mask(layout), meta.shape, stride, found.dtype)
+            results.append(self.planned(part.number, own, is_copied_view=facts.is_view and is_copy))
+        following = iter(results)
+        return map_tensors(lambda _: next(following), structure)
+
+    def choose(
+        self, func: OpOverload, args: tuple[Any, ...], extra: Callable[..., Any]
+    ) -> tuple[Choice, OpCall]:
+        rule = rule_of(func)
+        assert rule is not None and rule.axis_rules is not None
+        call, layouts = describe_call(func, rule, args, {})
+        choice = choose(call, [*extra(call), *rule.axis_rules(call)], layouts, self.comm.cluster)
+        assert choice is not None, "everything replicated is always valid"
+        return choice, call
 
     def _without_rule(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Planned]
@@ -165,7 +204,6 @@ class Planner(StepWriter):
         return self.on_whole_tensors(func, args, kwargs)
 
     def decompose(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """By the ops that it is made of."""
         decomposition = decomposition_of(func)
         assert decomposition is not None, f"{func} is made of no other ops"
         with _Tracing(self):
@@ -187,10 +225,10 @@ class Planner(StepWriter):
         if not isinstance(found, torch.Tensor):
             raise Unplannable
         part = self.local(func, *args, **kwargs)
-        own = tensor_layout(
-            self.comm.mesh, Layout.replicated(self.comm.shape), found.shape, found.stride(), found.dtype
+        whole = Layout.replicated(self.comm.shape)
+        return self.planned(
+            part.number, tensor_layout(self.comm, whole, found.shape, found.stride(), found.dtype)
         )
-        return self.planned(part.number, own)
 
     def _write_back(
         self, func: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -211,6 +249,10 @@ class Planner(StepWriter):
 
     # -- the plan ------------------------------------------------------------------------------
 
+    @property
+    def places(self) -> tuple[Any, ...]:
+        return tuple(comm.place for comm in self.comms)
+
     def plan(
         self, func: OpOverload | None, result: Any, how: str, strides: Sequence[tuple[int, ...]] = ()
     ) -> OpPlan:
@@ -228,12 +270,12 @@ class Planner(StepWriter):
                 kept.add(value.slot)
                 own = value._tensor_layout
                 shares = 0 if own.has_lookup else None
-                stride = next(following, None)
-                return Output(own.mesh, own.layout, own.shape, stride, value.slot, shares, is_view)
+                where = (value.slot, shares, is_view, self.mesh_number(own.comm))
+                return Output(own.layout, tuple(own.shape), next(following, None), *where)
             if isinstance(value, Slot):
                 kept.add(value.number)
                 return Slot(value.number)
-            if isinstance(value, (Output, Whole)):
+            if isinstance(value, Whole):
                 kept.add(value.slot)
                 return value
             if isinstance(value, (list, tuple)):
@@ -245,17 +287,19 @@ class Planner(StepWriter):
         steps = tuple(self.steps)
         is_copied_view = any(isinstance(t, Planned) and t.is_copied_view for t in all_tensors(result))
         template = leaf(result)
+        places = self.places
         return OpPlan(
             steps=steps,
+            places=places,
             result=NOTHING if template is None else template,
             num_slots=self.num_slots,
             drops=drops(steps, kept, self.num_inputs),
             replaces=self.replaces,
             is_view=is_view,
             is_copy=is_copied_view
-            or any(step.is_collective or isinstance(step, (Redistribute, Exchange)) for step in steps),
+            or any(isinstance(s, (Redistribute, Exchange)) or is_collective(s, places) for s in steps),
             needs_values=self.needs_values,
-            after=self.after,
+            lengths=self.lengths,
             how=how,
         )
 
@@ -263,23 +307,14 @@ class Planner(StepWriter):
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
-def _unmasked(call: Callable[..., Any]) -> Callable[..., Any]:
+class Unmasked(NamedTuple):
     """A lookup whose mask is applied at once."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        found = call(*args, **kwargs)
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.call(*args, **kwargs)
         return MaskBuffer(found.mask).apply_mask(found.result) if type(found) is Masked else found
-
-    return run
-
-
-def slots_for_metas(value: Any, slots: list[int]) -> Any:
-    """Arguments with slots in the places of metas."""
-    if isinstance(value, Meta):
-        return Slot(slots[value.index])
-    if isinstance(value, (list, tuple)):
-        return type(value)(slots_for_metas(v, slots) for v in value)
-    return {k: slots_for_metas(v, slots) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _is_planned(value: Any) -> bool:

@@ -19,15 +19,13 @@ part is one opaque op, `longmesh::random_part`, that takes the next counter when
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
 
 from longmesh._torch import in_backward, is_tracing
 from longmesh.errors import LongmeshError
-from longmesh.spec import Coordinate, Layout, Partial
+from longmesh.spec import Coordinate, Layout
 from longmesh.tensor.distributions import Distribution
 from longmesh.tensor.philox import Key, Region, generate
 
@@ -104,16 +102,6 @@ def set_rng_state(state: tuple[int, int]) -> None:
     _state.set(*state)
 
 
-class Drawing(NamedTuple):
-    """A local call that takes one key when it runs, from `generator` or the op counter."""
-
-    draw: Callable[..., Any]
-    generator: torch.Generator | None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.draw(*args, **kwargs)
-
-
 def next_key(generator: torch.Generator | None = None) -> Key | None:
     """The key of one random op; None in a traced program, where it is taken when that runs.
 
@@ -187,16 +175,3 @@ def _(
     site: int,
 ) -> torch.Tensor:
     return torch.empty(tuple(lengths), dtype=dtype, device=device)
-
-
-def keeps_value(layout: Layout, coordinate: Coordinate) -> bool:
-    """Whether this rank's term of a pending reduction is the value itself; else it is the identity."""
-    return not any(
-        isinstance(p, Partial) and p.reduce_op in ("sum", "product") and coordinate[a] > 0
-        for a, p in enumerate(layout.placements)
-    )
-
-
-def std_of_parts(dtype: torch.dtype, std: float) -> float:
-    """The deviation of real and imaginary parts that together have `std`."""
-    return std * math.sqrt(0.5) if dtype.is_complex else std

@@ -1,69 +1,82 @@
-"""StepWriter: the vocabulary in which rules and families say what an op does. Each call adds a step to the plan.
-
-x = p.linear_or_reduced(args[0])
-local = p.local(torch.flip, x, dims)
-return p.wrap(p.exchange([local], ...), x)
-"""
+"""StepWriter: the vocabulary of programs (`rules/writer.py`), each call of which adds a step to the plan."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from longmesh._torch import OpOverload, make_wrapper
-from longmesh.comm import MeshComm
-from longmesh.comm.groups import AxisGroup
-from longmesh.comm.halo import Rows
-from longmesh.comm.intervals import Interval, Pieces
-from longmesh.spec import Coordinate, Layout, MaskPartial, Partial
+from longmesh.rules.pieces import without_pending
+from longmesh.rules.planned import Part, Planned, Unplannable, as_slots, slot_of
+from longmesh.rules.steps import (
+    ApplyMask,
+    Exchange,
+    Execute,
+    Gather,
+    Halo,
+    Interval,
+    LocalCall,
+    Pieces,
+    Recall,
+    Redistribute,
+    Rows,
+    RunOps,
+    Step,
+)
+from longmesh.rules.tree import map_tensors
+from longmesh.spec import Coordinate, Layout, MaskPartial, MeshShape, Partial
 from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor.arguments import check_scalar_mesh, refuse_meshes
-from longmesh.tensor.autograd import apply_lookup_mask, gradient_layout
 from longmesh.tensor.mask_buffer import without_mask
 from longmesh.tensor.op_plan import Whole
-from longmesh.tensor.planned import Part, Planned, Unplannable, as_slots, slot_of
-from longmesh.tensor.sending_steps import Attend, Exchange, Gather, Halo, Recall, Redistribute
-from longmesh.tensor.steps import ApplyMask, LocalCall, RunOps, Slot, Step
+from longmesh.tensor.plain import refuse_mix
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
-from longmesh.tensor.tree import all_tensors, map_tensors
 
 
 class StepWriter:
-    """The steps of one op, in the making."""
+    """The steps of one op, in the making. `comm`: of the mesh that it runs on, a MeshComm or a MeshRank."""
 
-    def __init__(
-        self,
-        comm: MeshComm,
-        device: torch.device,
-        families: dict[OpOverload, Any],
-        warned: set[str],
-    ) -> None:
+    def __init__(self, comm: Any, device: torch.device) -> None:
         self.comm = comm
         self.device = device
-        self.families = families
-        # Whether tensors are traced, so that no value may be looked at.
         self.is_traced = False
-        self.warned = warned
         self.steps: list[Step] = []
+        # The meshes of the plan, which steps name by their numbers.
+        self.comms: list[Any] = [comm]
         self.num_slots = 0
         self.num_inputs = 0
         self.needs_values = False
         self.replaces = False
         self.depth = 0
         self.remembering: list[int] = []
-        # What was noted before the op (`Dispatcher.notes`), and what is to be done with its result.
         self.note: Any = None
-        self.after: Callable[[Any], None] | None = None
+        self.lengths: int | None = None
+
+    @property
+    def mesh(self) -> MeshShape:
+        return self.comm.shape
+
+    @property
+    def coordinate(self) -> Coordinate:
+        return self.comm.coordinate
 
     # -- slots and tensors ---------------------------------------------------------------------
 
     def new_slot(self, count: int = 1) -> int:
         self.num_slots += count
         return self.num_slots - count
+
+    def mesh_number(self, comm: Any) -> int:
+        """The number of a mesh among those of the plan."""
+        for number, known in enumerate(self.comms):
+            if known is comm or known.mesh == comm.mesh:
+                return number
+        self.comms.append(comm)
+        return len(self.comms) - 1
 
     def planned(self, slot: int, own: TensorLayout, *, is_copied_view: bool = False) -> Planned:
         result = make_wrapper(Planned, own.shape, own.stride, 0, None, own.dtype, torch.strided, self.device)
@@ -83,7 +96,7 @@ class StepWriter:
         is_plain = own is None
         if own is None:
             whole = Layout.replicated(self.comm.shape)
-            own = tensor_layout(self.comm.mesh, whole, tensor.shape, tensor.stride(), tensor.dtype)
+            own = tensor_layout(self.comm, whole, tensor.shape, tensor.stride(), tensor.dtype)
         if own.reduced is not None:
             self.remembering.append(number)
         result = self.planned(slot, own)
@@ -100,7 +113,7 @@ class StepWriter:
             check_scalar_mesh(self.comm.mesh, own.mesh)
             moved = self.replicated(x)
             whole = Layout.replicated(self.comm.shape)
-            x = self.planned(moved.slot, tensor_layout(self.comm.mesh, whole, (), (), own.dtype))
+            x = self.planned(moved.slot, tensor_layout(self.comm, whole, (), (), own.dtype))
         return x
 
     def unmasked(self, x: Planned) -> Planned:
@@ -109,65 +122,70 @@ class StepWriter:
         plain = without_mask(own.layout)
         if plain is not own.layout:
             assert x.input is not None
-            self.steps.append(ApplyMask(x.input, apply_lookup_mask))
+            self.steps.append(ApplyMask(x.input))
             x._tensor_layout = own.with_layout(plain)
         return x
 
     @contextlib.contextmanager
     def on_mesh_of(self, x: Planned) -> Iterator[None]:
-        """Ops on tensors of another mesh than the first."""
         before, self.comm = self.comm, x._tensor_layout.comm
         try:
             yield
         finally:
             self.comm = before
 
+    def check_scalar(self, value: Planned, members: Sequence[Planned]) -> None:
+        for mesh in {id(t._mesh): t._mesh for t in members if not t.is_plain}.values():
+            check_scalar_mesh(mesh, value._mesh)
+
+    def refuse_mix(self, func: OpOverload, tensors: Sequence[Any]) -> NoReturn:
+        refuse_mix(func, tensors)
+
     # -- vocabulary ----------------------------------------------------------------------------
 
     def redistribute(self, x: Planned, layout: Layout, *, remembers: bool = False) -> Planned:
-        """The same tensor in another layout."""
         own = x._tensor_layout
         if own.layout is layout:
             return x
         if own.reduced is not None and not layout.partial_axes:
             assert x.input is not None
             slot = self.new_slot()
-            self.steps.append(Recall(x.input, slot, own))
-            known = tensor_layout(own.mesh, own.reduced, own.shape, own.stride, own.dtype)
+            self.steps.append(Recall(x.input, slot))
+            known = tensor_layout(own.comm, own.reduced, own.shape, own.stride, own.dtype)
             return self.redistribute(self.planned(slot, known), layout)
-        slot = self.new_slot()
-        self.steps.append(Redistribute(x.slot, slot, own, layout, x.input, remembers))
         stride = contiguous_stride(own.shape)
-        return self.planned(slot, tensor_layout(own.mesh, layout, own.shape, stride, own.dtype))
+        slot = self.move(x.slot, own, layout, x.input, remembers)
+        return self.planned(slot, tensor_layout(own.comm, layout, own.shape, stride, own.dtype))
+
+    def move(
+        self, slot: int, own: TensorLayout, layout: Layout, number: int | None, remembers: bool = False
+    ) -> int:
+        """The slot of a tensor's local part in another layout."""
+        out, mesh = self.new_slot(), self.mesh_number(own.comm)
+        shape = tuple(own.shape)
+        self.steps.append(
+            Redistribute(slot, out, own.layout, layout, shape, own.dtype, number, remembers, mesh)
+        )
+        return out
 
     def replicated(self, x: Any) -> Planned:
         return self.redistribute(x, Layout.replicated(x._layout.mesh))
 
     def reduced(self, x: Any) -> Planned:
-        """The tensor without pending reductions."""
-        return self.redistribute(x, gradient_layout(x._layout))
-
-    def reduced_for_good(self, x: Planned) -> Planned:
-        """As `reduced`; an input remembers the result, so that it is not reduced a second time."""
-        return self.redistribute(x, gradient_layout(x._layout), remembers=True)
+        return self.redistribute(x, without_pending(x._layout))
 
     def linear_or_reduced(self, x: Any) -> Planned:
-        """Zeros may be put around a pending sum or average; any other pending reduction is carried out first."""
         pending = [p for p in x._layout.placements if isinstance(p, Partial)]
         if any(isinstance(p, MaskPartial) or p.reduce_op not in ("sum", "avg") for p in pending):
             return self.reduced(x)
         return x
 
     def local(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Part:
-        """A computation on local parts, with one result. It sees this rank's parts and never communicates."""
         slot = self.new_slot()
         self.steps.append(LocalCall(call, as_slots(args), as_slots(kwargs), slot))
         return Part(slot)
 
     def locals(self, count: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Part, ...]:
-        """The same with `count` tensors as results."""
-        if count == 1:
-            return (self.local(lambda *a, **k: all_tensors(call(*a, **k))[0], *args, **kwargs),)
         slot = self.new_slot(count)
         self.steps.append(LocalCall(call, as_slots(args), as_slots(kwargs), slot, count))
         return tuple(Part(slot + i) for i in range(count))
@@ -175,16 +193,15 @@ class StepWriter:
     def gather(
         self, part: Any, like: Planned, axes: tuple[int, ...], shape: Sequence[int], dtype: torch.dtype
     ) -> Part:
-        """What the ranks along `axes` have, each a tensor of `shape`, stacked in a new first dim in the order of
-        `members`."""
         slot = self.new_slot()
         num_bytes = math.prod(shape) * dtype.itemsize
-        group = like._tensor_layout.comm.group(axes)
-        self.steps.append(Gather(slot_of(part), slot, group, num_bytes))
+        self.steps.append(
+            Gather(slot_of(part), slot, axes, num_bytes, self.mesh_number(like._tensor_layout.comm))
+        )
         return Part(slot)
 
     def members(self, like: Planned, axes: tuple[int, ...]) -> tuple[Coordinate, ...]:
-        return like._tensor_layout.comm.group(axes).members
+        return like._layout.mesh.members(axes, like.coordinate)
 
     def exchange(
         self,
@@ -198,16 +215,13 @@ class StepWriter:
         layout: Layout | None = None,
         dtype: torch.dtype | None = None,
     ) -> Planned:
-        """A tensor of `shape`, laid out as `like`, whose sharded dim `dim` is put together from all ranks' `pieces`.
-
-        `pieces_of(coordinate)` says where a rank's pieces are along `dim`; the other dims are sharded already.
-        """
         own = like._tensor_layout
-        layout, dtype, shape = layout or own.layout, dtype or own.dtype, tuple(shape)
-        rows = layout.local_shape(shape, own.comm.coordinate)
+        there: Layout = layout or own.layout
+        dtype, shape = dtype or own.dtype, tuple(shape)
+        rows = there.local_shape(shape, own.comm.coordinate)
 
         def want(member: Coordinate) -> Interval:
-            start, length = layout.interval(dim, shape[dim], member)
+            start, length = there.interval(dim, shape[dim], member)
             return int(start), int(length)
 
         part = self.exchange_into(
@@ -217,11 +231,11 @@ class StepWriter:
             pieces_of,
             want,
             fill=fill,
-            axes=tuple(sorted(layout.shard_axes(dim))),
+            axes=tuple(sorted(there.shard_axes(dim))),
             row=math.prod(int(n) for d, n in enumerate(rows) if d != dim),
             dtype=dtype,
         )
-        return self.wrap(part, like, layout=layout, shape=shape, dtype=dtype)
+        return self.wrap(part, like, layout=there, shape=shape, dtype=dtype)
 
     def exchange_into(
         self,
@@ -236,23 +250,22 @@ class StepWriter:
         row: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> Part:
-        """The interval of `dim` that each rank of `axes` wants, put together from the pieces that they have; `row`: the
-        elements of one row of this rank's pieces. What is not given is as in `like`."""
         own = like._tensor_layout
         if row is None:
             row = math.prod(int(n) for d, n in enumerate(like.local_shape) if d != dim)
-        group = own.comm.group(tuple(sorted(own.layout.shard_axes(dim))) if axes is None else axes)
-        slot = self.new_slot()
+        axes = tuple(sorted(own.layout.shard_axes(dim))) if axes is None else axes
+        members, slot = self.members(like, axes), self.new_slot()
         self.steps.append(
             Exchange(
                 tuple(map(slot_of, pieces)),
                 slot,
-                tuple(map(have, group.members)),
-                tuple(map(want, group.members)),
+                tuple(map(have, members)),
+                tuple(map(want, members)),
                 dim,
-                group,
+                axes,
                 fill,
                 row * (dtype or own.dtype).itemsize,
+                self.mesh_number(own.comm),
             )
         )
         return Part(slot)
@@ -263,24 +276,22 @@ class StepWriter:
         dim: int,
         have: tuple[Rows, ...],
         need: tuple[Rows, ...],
-        group: AxisGroup,
+        axes: tuple[int, ...],
         row_bytes: int,
         *,
         home: bool = False,
     ) -> Part:
-        """The rows of `dim` that a rank needs, fetched from those who have them; with `home`, sent back and added."""
-        slot = self.new_slot()
-        self.steps.append(Halo(slot_of(part), slot, dim, have, need, group, home, row_bytes))
+        slot, mesh = self.new_slot(), self.mesh_number(self.comm)
+        self.steps.append(Halo(slot_of(part), slot, dim, have, need, axes, home, row_bytes, mesh))
         return Part(slot)
 
-    def attend(
-        self, count: int, call: Callable[..., Any], *args: Any, group: AxisGroup, sent_bytes: int
-    ) -> tuple[Part, ...]:
-        """Attention by the engine; not while tensors are traced, which can't see into it."""
-        self.needs_values = True
-        slot = self.new_slot(count)
-        self.steps.append(Attend(call, as_slots(args), slot, count, group, sent_bytes))
-        return tuple(Part(slot + i) for i in range(count))
+    def execute(
+        self, count: int | None, name: str, options: tuple[Any, ...], *args: Any, axes: tuple[int, ...] = ()
+    ) -> Any:
+        self.needs_values = self.needs_values or bool(axes)
+        slot, mesh = self.new_slot(count or 1), self.mesh_number(self.comm)
+        self.steps.append(Execute(name, as_slots(args), options, slot, count, axes, mesh))
+        return Part(slot) if count is None else tuple(Part(slot + i) for i in range(count))
 
     def wrap(
         self,
@@ -291,33 +302,33 @@ class StepWriter:
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Planned:
-        """The tensor whose local parts are in a slot; what is not given is as in `like`. Dense."""
         own = like._tensor_layout
         size = tuple(own.shape) if shape is None else tuple(shape)
         made = tensor_layout(
-            own.mesh, layout or own.layout, size, contiguous_stride(size), dtype or own.dtype
+            own.comm, layout or own.layout, size, contiguous_stride(size), dtype or own.dtype
         )
         return self.planned(slot_of(part), made)
+
+    def whole(self, part: Part) -> Whole:
+        return Whole(part.number, self.mesh_number(self.comm))
+
+    def pending_like(self, part: Part, like: Planned) -> Planned:
+        return self.planned(part.number, like._tensor_layout)
 
     def on_whole_tensors(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Whole:
-        """Every rank runs the op on whole inputs; what shapes come out, data may decide."""
-        whole_args, whole_kwargs = map_tensors(lambda t: Slot(self.replicated(t).slot), (args, kwargs))
-        slot = self.new_slot()
-        self.steps.append(LocalCall(func, whole_args, whole_kwargs, slot))
-        return Whole(slot, self.comm.mesh)
+        args, kwargs = map_tensors(self.replicated, (args, kwargs))
+        return self.whole(self.local(func, *args, **kwargs))
 
     def one_by_one(self, func: OpOverload, run: Callable[..., Any]) -> Part:
-        """`run(func, args, kwargs)` on the call's own tensors: its ops are planned as they run, since values decide."""
         if self.depth > 1:
             raise Unplannable
         slot = self.new_slot()
-        self.steps.append(RunOps(func, lambda *args, **kwargs: run(func, args, kwargs), slot))
+        self.steps.append(RunOps(func, run, slot))
         return Part(slot)
 
     def write(self, target: Planned, value: Planned) -> None:
-        """Copy a value into a tensor, in place."""
         if target.is_copied_view:
             raise Unplannable
         moved = self.redistribute(value, target._layout)

@@ -8,14 +8,43 @@ what depends on it is not cached.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.comm import MeshComm, comm_anywhere
-from longmesh.plan import RedistributePlan, plan_redistribute
-from longmesh.spec import Layout, MaskPartial, Placement
+from longmesh._torch import write_count
+from longmesh.comm import MeshComm, Place
+from longmesh.plan import Cluster, RedistributePlan, plan_redistribute
+from longmesh.spec import Coordinate, Layout, MaskPartial, MeshShape, Placement
+
+
+class MeshRank:
+    """A rank of a mesh that need not exist: what a MeshComm is to plans, where there is no process."""
+
+    is_member = True
+
+    def __init__(self, shape: MeshShape, coordinate: Coordinate, cluster: Cluster) -> None:
+        self.shape = self.mesh = shape
+        self.coordinate, self.cluster = coordinate, cluster
+        self.layouts: dict[tuple[Any, ...], Any] = {}
+        self.kinds: dict[tuple[Any, ...], Any] = {}
+
+    @property
+    def place(self) -> Place:
+        return Place(self.shape, self.coordinate, self.cluster)
+
+
+class Reduced(NamedTuple):
+    """The local part of a pending tensor's value once reduced, and the tensor's version then."""
+
+    local: torch.Tensor
+    version: int
+
+
+def version_of(tensor: Any) -> int:
+    """How many writes to a DTensor and its views there were; in inference mode, where torch counts none, those to any
+    tensor of the mesh. The same on every rank."""
+    return tensor._tensor_layout.comm.num_writes if tensor.is_inference() else write_count(tensor)
 
 
 class Kind:
@@ -57,8 +86,9 @@ class TensorLayout:
     # The classes of tensors: DTensor, and the one of tensors that are sharded between their first and last dim.
     classes: ClassVar[tuple[type, type]]
 
-    comm: MeshComm
-    mesh: DeviceMesh
+    # Of a plan that no process makes: a MeshRank, with a MeshShape for a mesh.
+    comm: Any
+    mesh: Any
     layout: Layout
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -71,7 +101,7 @@ class TensorLayout:
     routes: dict[Layout, RedistributePlan]
     # Plans of ops whose first DTensor is laid out so (dispatch.py).
     plans: dict[tuple[Any, ...], Any]
-    # The sizes as which it was viewed: they keep its layout (view_route.py).
+    # The sizes as which it was viewed: they keep its layout (view_check.py).
     views: set[tuple[int, ...]]
     # Of a tensor with a pending reduction that remembers its reduced value: the layout of that.
     reduced: Layout | None
@@ -90,25 +120,25 @@ class TensorLayout:
         return self.layout.placements
 
     @property
-    def device_mesh(self) -> DeviceMesh:
+    def device_mesh(self) -> Any:
         return self.mesh
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorLayout:
         return self
 
     def with_layout(self, layout: Layout) -> TensorLayout:
-        return tensor_layout(self.mesh, layout, self.shape, self.stride, self.dtype)
+        return tensor_layout(self.comm, layout, self.shape, self.stride, self.dtype)
 
     def remembering(self, reduced: Layout | None) -> TensorLayout:
         """The same for a tensor that remembers its reduced value, laid out so."""
         return tensor_layout(
-            self.mesh, self.layout, self.shape, self.stride, self.dtype, reduced, self.is_copied_view
+            self.comm, self.layout, self.shape, self.stride, self.dtype, reduced, self.is_copied_view
         )
 
     def as_copied_view(self, is_copied: bool) -> TensorLayout:
         """The same for a view that had to be copied, or for what it shows."""
         return tensor_layout(
-            self.mesh, self.layout, self.shape, self.stride, self.dtype, self.reduced, is_copied
+            self.comm, self.layout, self.shape, self.stride, self.dtype, self.reduced, is_copied
         )
 
     def route(self, layout: Layout) -> RedistributePlan:
@@ -128,7 +158,7 @@ _MAX_LAYOUTS = 1 << 13
 
 
 def tensor_layout(
-    mesh: DeviceMesh,
+    comm: MeshComm | MeshRank,
     layout: Layout,
     shape: Sequence[int],
     stride: Sequence[int],
@@ -137,13 +167,12 @@ def tensor_layout(
     is_copied_view: bool = False,
 ) -> TensorLayout:
     """The one TensorLayout of these, found in the mesh: it lives as long as the mesh, or as tensors that have it."""
-    comm = comm_anywhere(mesh)
     key = (layout, shape, stride, dtype, reduced, is_copied_view)
     try:
         found = comm.layouts.get(key)
     except TypeError:
         if type(shape) is list or type(stride) is list:
-            return tensor_layout(mesh, layout, tuple(shape), tuple(stride), dtype, reduced, is_copied_view)
+            return tensor_layout(comm, layout, tuple(shape), tuple(stride), dtype, reduced, is_copied_view)
         return _make(comm, key, is_symbolic=True)
     if found is None:
         if len(comm.layouts) >= _MAX_LAYOUTS:  # sizes that never come back; those in use are made again
@@ -153,7 +182,7 @@ def tensor_layout(
     return found
 
 
-def _make(comm: MeshComm, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorLayout:
+def _make(comm: MeshComm | MeshRank, key: tuple[Any, ...], *, is_symbolic: bool) -> TensorLayout:
     own = object.__new__(TensorLayout)
     own.mesh, own.comm = comm.mesh, comm
     own.layout, own.shape, own.stride, own.dtype, own.reduced, own.is_copied_view = key

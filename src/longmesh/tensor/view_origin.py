@@ -33,10 +33,11 @@ from longmesh._torch import (
 )
 from longmesh.comm import run_plan
 from longmesh.errors import LongmeshError
+from longmesh.rules.rule import arguments_of
+from longmesh.rules.tree import all_tensors
 from longmesh.tensor.dtensor import DTensor, wrap
-from longmesh.tensor.op_facts import bind, functional_form, is_view, written_arguments
-from longmesh.tensor.sending_steps import version_of
-from longmesh.tensor.tree import all_tensors
+from longmesh.tensor.op_facts import functional_form, is_view, written_arguments
+from longmesh.tensor.tensor_layout import version_of
 
 
 class ViewOrigin(NamedTuple):
@@ -64,7 +65,7 @@ def _remember(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    _, *others = bind(func, args, kwargs).items()
+    _, *others = arguments_of(func, args, kwargs).items()
     given = dict(others)
     views = result if isinstance(result, (list, tuple)) else [result]
     version = version_of(counted)

@@ -6,18 +6,14 @@ Part      a rank's intermediate result, which has no global meaning
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from longmesh._torch import no_torch_function
+from longmesh.rules.steps import Slot
+from longmesh.rules.tree import all_tensors
 from longmesh.spec import Coordinate, Layout
-from longmesh.tensor.steps import Slot
-from longmesh.tensor.tensor_layout import TensorLayout
-from longmesh.tensor.tree import all_tensors
-
-if TYPE_CHECKING:
-    from longmesh.tensor.planner import Planner
 
 
 class Unplannable(Exception):
@@ -31,10 +27,11 @@ class Part(Slot):
 class Planned(torch.Tensor):
     """A tensor of a plan in the making: its global layout, and the slot of its local part. Holds no data."""
 
-    _tensor_layout: TensorLayout
-    planner: Planner
+    # A TensorLayout, and the writer of the plan.
+    _tensor_layout: Any
+    planner: Any
     slot: int
-    # Of an input: which one. Whether its stride is known; else it is that of the local result.
+    # Of an input: which one. Whether it is a plain tensor, equal on all ranks.
     input: int | None
     is_copied_view: bool
     is_plain: bool
@@ -60,6 +57,21 @@ class Planned(torch.Tensor):
     def _mesh(self) -> Any:
         return self._tensor_layout.mesh
 
+    @property
+    def global_layout(self) -> Layout:
+        """How it is sharded: `layout` is torch's word for strided."""
+        return self._tensor_layout.layout
+
+    @property
+    def comm(self) -> Any:
+        """Tensors of one mesh have the same."""
+        return self._tensor_layout.comm
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """This rank's place in the tensor's mesh."""
+        return self._tensor_layout.comm.coordinate
+
     def interval(self, dim: int, where: Coordinate | None = None) -> tuple[int, int]:
         """Start and length of what a rank (this one) has of a dim."""
         own = self._tensor_layout
@@ -68,8 +80,9 @@ class Planned(torch.Tensor):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
         own = self._tensor_layout
-        return tuple(own.layout.local_shape(own.shape, own.comm.coordinate))  # pyright: ignore[reportReturnType]
+        return tuple(own.layout.local_shape(own.shape, own.comm.coordinate))
 
 
 def slot_of(part: Any) -> int:
@@ -77,11 +90,12 @@ def slot_of(part: Any) -> int:
 
 
 def as_slots(value: Any) -> Any:
-    kind = type(value)
+    """Arguments with slots in the places of planned tensors and parts."""
+    kind: Any = type(value)  # pyright: ignore[reportUnknownVariableType]
     if kind is Planned:
         return Slot(value.slot)
     if kind is Part or kind is Slot:
         return Slot(value.number)
     if kind is tuple or kind is list:
-        return kind([as_slots(v) for v in value])
+        return kind([as_slots(v) for v in value])  # pyright: ignore[reportUnknownVariableType]
     return {k: as_slots(v) for k, v in value.items()} if kind is dict else value

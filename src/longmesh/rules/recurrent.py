@@ -13,39 +13,37 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload, aten
+from longmesh._torch import OpOverload
+from longmesh.rules.planned import Planned
+from longmesh.rules.rule import Fixed, Rule, arguments_of
+from longmesh.rules.writer import Writer
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
-from longmesh.tensor.make_plan import Family
-from longmesh.tensor.op_facts import bind
-from longmesh.tensor.op_plan import Whole
-from longmesh.tensor.planned import Planned
-from longmesh.tensor.planner import Planner
 
 _BATCH = 1  # of the input and the output; of a state it is the first
 _WEIGHTS = 4
 
 
-def lstm_layer(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = bind(func, args, kwargs)
+def lstm_layer(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = arguments_of(func, args, kwargs)
     x = given["input"]
     rows, states, _ = _layouts(x)
     moved = _redistributed(p, given, rows, states)
-    output, hidden, cell, workspace = p.locals(4, _unless_empty(func, _no_rows), **moved)
+    output, hidden, cell, workspace = p.locals(4, Fixed(_unless_empty, (func, _no_rows)), **moved)
     shape = (*x.shape[:-1], given["hidden_size"])
     return (
         p.wrap(output, x, layout=rows, shape=shape),
         p.wrap(hidden, given["hx_"], layout=states),
         p.wrap(cell, given["cx_"], layout=states),
-        Whole(workspace.number, p.comm.mesh),
+        p.whole(workspace),
     )
 
 
-def lstm_layer_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = bind(func, args, kwargs)
+def lstm_layer_backward(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = arguments_of(func, args, kwargs)
     x = given["input"]
     rows, states, pending = _layouts(x)
     moved = _redistributed(p, given, rows, states)
-    parts = p.locals(3 + _WEIGHTS, _unless_empty(func, _no_gradients), **moved)
+    parts = p.locals(3 + _WEIGHTS, Fixed(_unless_empty, (func, _no_gradients)), **moved)
     weights = [given[f"weight{number + 1}"] for number in range(_WEIGHTS)]
     return (
         p.wrap(parts[0], x, layout=rows),
@@ -57,17 +55,17 @@ def lstm_layer_backward(p: Planner, func: OpOverload, args: tuple[Any, ...], kwa
 
 def _layouts(x: Planned) -> tuple[Layout, Layout, Layout]:
     """Of what has the input's dims, of states, and of the gradients of weights."""
-    axes = x._layout.shard_axes(_BATCH)
+    axes = x.global_layout.shard_axes(_BATCH)
 
     def make(on_axes: Placement, dim: int | None) -> Layout:
-        mesh = x._layout.mesh
+        mesh = x.global_layout.mesh
         placements = [on_axes if axis in axes else Replicate() for axis in range(mesh.ndim)]
         return Layout(mesh, placements, [(dim, axes)] if axes and dim is not None else None)
 
     return make(Shard(_BATCH), _BATCH), make(Shard(0), 0), make(Partial(), None)
 
 
-def _redistributed(p: Planner, given: dict[str, Any], rows: Layout, states: Layout) -> dict[str, Any]:
+def _redistributed(p: Writer, given: dict[str, Any], rows: Layout, states: Layout) -> dict[str, Any]:
     """The arguments as the local op takes them."""
     moved = dict(given)
     for name, value in given.items():
@@ -80,13 +78,9 @@ def _redistributed(p: Planner, given: dict[str, Any], rows: Layout, states: Layo
     return moved
 
 
-def _unless_empty(func: OpOverload, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_empty(func: OpOverload, otherwise: Callable[..., Any], **given: Any) -> Any:
     """The op, or what it gives for no rows, which it does not take."""
-
-    def run(**given: Any) -> Any:
-        return func(*given.values()) if given["input"].numel() else otherwise(**given)
-
-    return run
+    return func(*given.values()) if given["input"].numel() else otherwise(**given)
 
 
 def _no_rows(**given: Any) -> tuple[torch.Tensor, ...]:
@@ -100,7 +94,7 @@ def _no_gradients(**given: Any) -> tuple[torch.Tensor, ...]:
     return tuple([torch.zeros_like(given[name]) for name in names])
 
 
-FAMILIES: dict[OpOverload, Family] = {
-    aten.mkldnn_rnn_layer.default: lstm_layer,
-    aten.mkldnn_rnn_layer_backward.default: lstm_layer_backward,
+RULES: dict[str, Rule] = {
+    "mkldnn_rnn_layer.default": Rule(program=lstm_layer),
+    "mkldnn_rnn_layer_backward.default": Rule(program=lstm_layer_backward),
 }

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload, aten
+from longmesh._torch import OpOverload
+from longmesh.rules.foreach import scalar_of
+from longmesh.rules.pieces import without_pending
+from longmesh.rules.planned import Planned
+from longmesh.rules.rule import Rule
+from longmesh.rules.writer import Writer
 from longmesh.spec import Layout, Partial
-from longmesh.tensor.autograd import gradient_layout
-from longmesh.tensor.make_plan import Family
-from longmesh.tensor.ops.foreach import scalar_of
-from longmesh.tensor.planned import Planned
-from longmesh.tensor.planner import Planner
 
 
-def fused_step(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def fused_step(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """_fused_adam_ and its like: parameters, gradients, states and steps, updated in place."""
     params: list[Planned] = args[0]
     moved: list[tuple[Planned, Planned]] = []
@@ -27,7 +27,7 @@ def fused_step(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict
     def part(tensor: Planned, param: Planned) -> Planned:
         if tensor.is_plain or param.is_plain or tensor.shape != param.shape:
             return scalar_of(p, tensor, [param])
-        there = p.redistribute(tensor, gradient_layout(param._layout))
+        there = p.redistribute(tensor, without_pending(param.global_layout))
         if there is not tensor:
             moved.append((tensor, there))
         return there
@@ -38,7 +38,7 @@ def fused_step(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict
         p.write(tensor, there)
 
 
-def unscale(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def unscale(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """_amp_foreach_non_finite_check_and_unscale_: what one rank finds is found on all the meshes of the gradients.
 
     A pending gradient is checked as what it adds up to.
@@ -47,7 +47,7 @@ def unscale(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     found, factor = scalar_of(p, found_inf, grads), scalar_of(p, inv_scale, grads)
     parts: list[Any] = []
     for grad in grads:
-        if not grad.is_plain and grad._layout.partial_axes:
+        if not grad.is_plain and grad.global_layout.partial_axes:
             # A sum of finite terms may overflow: the copy is checked, the terms are scaled.
             parts.append(p.local(torch.clone, p.reduced(grad)))
             p.local(torch.Tensor.mul_, grad, factor)
@@ -56,9 +56,9 @@ def unscale(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     p.local(func, parts, found, factor)
     seen: list[Any] = []
     for tensor in (*grads, found_inf):
-        if not tensor.is_plain and tensor._tensor_layout.comm not in seen:
-            seen.append(tensor._tensor_layout.comm)
-            mesh = tensor._layout.mesh
+        if not tensor.is_plain and tensor.comm not in seen:
+            seen.append(tensor.comm)
+            mesh = tensor.global_layout.mesh
             terms = Layout(mesh, [Partial("max")] * mesh.ndim)
             value = p.local(torch.clone, found)
             most = p.replicated(p.wrap(value, tensor, layout=terms, shape=found.shape, dtype=found.dtype))
@@ -67,11 +67,13 @@ def unscale(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
         p.local(torch.Tensor.copy_, found_inf, found)
 
 
-MIXED: dict[OpOverload, Family] = {
+STEP = Rule(program=fused_step, mixed=True)
+
+RULES: dict[str, Rule] = {
     **{
-        getattr(packet, overload): fused_step
-        for packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
+        f"_fused_{name}_.{overload}": STEP
+        for name in ("adam", "adamw", "sgd", "adagrad")
         for overload in ("default", "tensor_lr")
     },
-    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+    "_amp_foreach_non_finite_check_and_unscale_.default": Rule(program=unscale, mixed=True),
 }

@@ -13,18 +13,12 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload, aten
+from longmesh._torch import OpOverload
+from longmesh.rules.planned import Planned
 from longmesh.rules.pointwise import elementwise_meta
-from longmesh.rules.rule import Meta
+from longmesh.rules.rule import Meta, Program, Rule
+from longmesh.rules.writer import Writer
 from longmesh.spec import Layout, MaskPartial, Partial
-from longmesh.tensor.arguments import check_scalar_mesh
-from longmesh.tensor.make_plan import Family
-from longmesh.tensor.op_facts import quick_call
-from longmesh.tensor.op_plan import OpPlan, Output
-from longmesh.tensor.plain import refuse_mix
-from longmesh.tensor.planned import Planned
-from longmesh.tensor.planner import Planner
-from longmesh.tensor.steps import GivenCall
 
 _NAMES = """
     abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp expm1 floor
@@ -52,42 +46,40 @@ def _may_stay(layout: Layout, is_linear: bool) -> bool:
 def _are_alike(lead: Planned, others: Sequence[Planned], is_linear: bool) -> bool:
     if lead.is_plain:
         return all(other.is_plain for other in others)
-    own = lead._tensor_layout
-    return _may_stay(own.layout, is_linear) and all(
+    return _may_stay(lead.global_layout, is_linear) and all(
         not t.is_plain
-        and t._tensor_layout.layout is own.layout
-        and t._tensor_layout.comm is own.comm
+        and t.global_layout is lead.global_layout
+        and t.comm is lead.comm
         and t.shape == lead.shape
         for t in others
     )
 
 
-def scalar_of(p: Planner, value: Any, members: Sequence[Planned]) -> Any:
+def scalar_of(p: Writer, value: Any, members: Sequence[Planned]) -> Any:
     """A tensor that holds for all members (a learning rate, a clipping factor): reduced and whole, on any mesh that has
     the ranks of theirs."""
     if not isinstance(value, Planned) or value.is_plain:
         return value
-    for mesh in {id(t._mesh): t._mesh for t in members if not t.is_plain}.values():
-        check_scalar_mesh(mesh, value._mesh)
+    p.check_scalar(value, members)
     return p.replicated(value)
 
 
 def _is_tensor_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], torch.Tensor)
+    return type(value) in (list, tuple) and len(value) > 0 and isinstance(value[0], torch.Tensor)
 
 
-def foreach(name: str, overload: str, *, writes: bool) -> Family:
-    """The family of `_foreach_<name>.<overload>`, which writes to its first list if `writes`."""
+def foreach(name: str, overload: str, *, writes: bool) -> Program:
+    """The program of `_foreach_<name>.<overload>`, which writes to its first list if `writes`."""
     is_linear = f"{name}.{overload}" in _LINEAR
     single = single_op(name, overload)
 
-    def family(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def program(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lists = [a for a in args if _is_tensor_list(a)]
         leads: list[Planned] = lists[0]
         others = list(zip(*lists[1:], strict=True)) if len(lists) > 1 else [()] * len(leads)
         alike = [_are_alike(lead, rest, is_linear) for lead, rest in zip(leads, others, strict=True)]
         if all(alike) and _has_only_lists(args, kwargs):
-            return _plan_together(func, lists, writes)
+            return p.call_given(lists, [] if writes else _strides(lists))
         results: list[Any] = [None] * len(leads)
         for members in _in_turn(alike, writes):
             if alike[members[0]]:
@@ -101,16 +93,18 @@ def foreach(name: str, overload: str, *, writes: bool) -> Family:
                     results[i] = part if leads[i].is_plain else p.wrap(part, leads[i])
                 continue
             (i,) = members
-            values = [a[i] if isinstance(a, (list, tuple)) else scalar_of(p, a, leads) for a in args]
+            values: list[Any] = [
+                a[i] if isinstance(a, (list, tuple)) else scalar_of(p, a, leads) for a in args
+            ]
             if any(t.is_plain for t in (leads[i], *others[i]) if t.ndim):
-                refuse_mix(func, (leads[i], *others[i]))
+                p.refuse_mix(func, (leads[i], *others[i]))
             with p.on_mesh_of(leads[i]):
                 results[i] = single(i, values, kwargs)
                 if writes:
                     p.write(leads[i], results[i])
         return None if writes else results
 
-    return family
+    return program
 
 
 def _in_turn(alike: Sequence[bool], writes: bool) -> list[list[int]]:
@@ -135,25 +129,21 @@ def _has_only_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _plan_together(func: OpOverload, lists: list[Any], writes: bool) -> OpPlan:
-    """One call on everybody's parts, for all calls alike."""
-    outputs: list[Output] = []
-    for members in [] if writes else zip(*lists, strict=True):
-        lead = members[0]
+def _strides(lists: Sequence[Any]) -> list[tuple[int, ...]]:
+    """How the results of the members are in memory."""
+    found: list[tuple[int, ...]] = []
+    for members in zip(*lists, strict=True):
         metas = [Meta(i, tuple(t.shape), t.stride(), t.dtype) for i, t in enumerate(members)]
-        stride = elementwise_meta(metas[0].shape, metas).stride
-        outputs.append(Output(lead._mesh, lead._layout, metas[0].shape, stride))
-    call, count = quick_call(func), sum(map(len, lists))
-    step = GivenCall(call, tuple(range(count)), count)
-    return OpPlan((step,), tuple(outputs), num_slots=count + 1, plain=call)
+        found.append(elementwise_meta(metas[0].shape, metas).stride)
+    return found
 
 
-def _choose(p: Planner, value: Any, indices: list[int], members: Sequence[Planned]) -> Any:
+def _choose(p: Writer, value: Any, indices: list[int], members: Sequence[Planned]) -> Any:
     """An argument for some of the members: lists, and the 1-d tensor of one number each that addcmul takes."""
     if isinstance(value, (list, tuple)):
         return [value[i] for i in indices]
     if isinstance(value, torch.Tensor) and value.ndim:
-        return p.local(lambda numbers: numbers[indices], scalar_of(p, value, members))
+        return p.local(torch.Tensor.__getitem__, scalar_of(p, value, members), indices)
     return scalar_of(p, value, members)
 
 
@@ -179,33 +169,33 @@ def single_op(name: str, overload: str) -> Callable[[int, list[Any], dict[str, A
     return lambda i, values, kwargs: op(*values, **kwargs)
 
 
-def one_by_one(name: str) -> Family:
+def one_by_one(name: str) -> Program:
     """An op that is no elementwise one: each member by itself."""
     op = getattr(torch, name)
 
-    def family(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def program(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         results: list[Any] = []
         for i, lead in enumerate(args[0]):
             with p.on_mesh_of(lead):
                 results.append(op(*(a[i] for a in args if isinstance(a, (list, tuple)))))
         return results
 
-    return family
+    return program
 
 
-def _families() -> dict[OpOverload, Family]:
-    found: dict[OpOverload, Family] = {
-        aten._foreach_mm.default: one_by_one("mm"),
-        aten._foreach_max.default: one_by_one("max"),
-    }
+def _rules() -> dict[str, Rule]:
+    found = {f"_foreach_{name}.default": Rule(program=one_by_one(name), mixed=True) for name in ("mm", "max")}
     for name in _NAMES.split():
         for writes in (False, True):
             packet = getattr(torch.ops.aten, f"_foreach_{name}{'_' if writes else ''}", None)
             for overload in packet.overloads() if packet is not None else ():
                 if not overload.endswith("out"):
-                    found[getattr(packet, overload)] = foreach(name, overload, writes=writes)
+                    program = foreach(name, overload, writes=writes)
+                    found[f"_foreach_{name}{'_' if writes else ''}.{overload}"] = Rule(
+                        program=program, mixed=True
+                    )
     return found
 
 
 # Plain tensors are members like others here.
-MIXED: dict[OpOverload, Family] = _families()
+RULES: dict[str, Rule] = _rules()

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from longmesh._torch import OpOverload, aten
+from longmesh.rules.planned import Part, Planned
+from longmesh.rules.rule import Rule
+from longmesh.rules.writer import Writer
 from longmesh.spec import Layout, Partial, Placement, Replicate, Shard
-from longmesh.tensor.make_plan import Family
-from longmesh.tensor.planned import Part, Planned
-from longmesh.tensor.planner import Planner
 
 
-def foreach_norm(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def foreach_norm(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """_foreach_norm and _foreach_powsum."""
     tensors: list[Planned] = [t if t.is_plain else p.reduced(t) for t in args[0]]
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
@@ -30,9 +30,9 @@ def foreach_norm(p: Planner, func: OpOverload, args: tuple[Any, ...], kwargs: di
         first = tensors[members[0]]
         values = _combine(p, [results[i] for i in members], first, order, has_root)
         for place, i in enumerate(members):
-            results[i] = p.local(lambda all_, own, n=place: all_[n].to(own.dtype), values, results[i])
+            results[i] = p.local(_one_of, values, results[i], place)
     return [
-        part if t.is_plain else p.wrap(part, t, layout=Layout.replicated(t._layout.mesh), shape=())
+        part if t.is_plain else p.wrap(part, t, layout=Layout.replicated(t.global_layout.mesh), shape=())
         for t, part in zip(tensors, results, strict=True)
     ]
 
@@ -46,38 +46,51 @@ def _sharded_alike(tensors: Sequence[Planned]) -> list[list[int]]:
     """The indices of the tensors that are sharded, by mesh and axes."""
     groups: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        if not tensor.is_plain and tensor._layout.shard_dims:
-            axes = tuple(isinstance(q, Shard) for q in tensor._layout.placements)
-            groups.setdefault((tensor._tensor_layout.comm, axes), []).append(i)
+        if not tensor.is_plain and tensor.global_layout.shard_dims:
+            axes = tuple(isinstance(q, Shard) for q in tensor.global_layout.placements)
+            groups.setdefault((tensor.comm, axes), []).append(i)
     return list(groups.values())
 
 
-def _combine(p: Planner, norms: list[Part], like: Planned, order: float, has_root: bool) -> Any:
+def _combine(p: Writer, norms: list[Part], like: Planned, order: float, has_root: bool) -> Any:
     """One number per tensor from every rank's, in double precision."""
     count = len(norms)
-    values = p.local(lambda found: torch.stack(found).double(), norms)
+    values = p.local(_stacked, norms)
     if math.isinf(order):
         sign = 1 if order > 0 else -1
-
-        def flagged(values: torch.Tensor) -> torch.Tensor:
-            return torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().double() * sign])
-
-        both = _reduce(p, p.local(flagged, values), like, Partial("max" if sign > 0 else "min"), (2, count))
-        return p.local(lambda found: torch.where(found[1] != 0, math.nan, found[0]), both)
+        both = _reduce(
+            p, p.local(_flagged, values, sign), like, Partial("max" if sign > 0 else "min"), (2, count)
+        )
+        return p.local(_unflagged, both)
     if not has_root or order == 0:
         return _reduce(p, values, like, Partial(), (count,))
     powers = _reduce(p, p.local(torch.pow, values, order), like, Partial(), (count,))
     return p.local(torch.pow, powers, 1 / order)
 
 
-def _reduce(p: Planner, values: Part, like: Planned, pending: Partial, shape: tuple[int, ...]) -> Planned:
+def _reduce(p: Writer, values: Part, like: Planned, pending: Partial, shape: tuple[int, ...]) -> Planned:
     whole: Placement = Replicate()
-    places = [pending if isinstance(q, Shard) else whole for q in like._layout.placements]
-    layout = Layout(like._layout.mesh, places)
+    places = [pending if isinstance(q, Shard) else whole for q in like.global_layout.placements]
+    layout = Layout(like.global_layout.mesh, places)
     return p.replicated(p.wrap(values, like, layout=layout, shape=shape, dtype=torch.float64))
 
 
-MIXED: dict[OpOverload, Family] = {
-    aten._foreach_norm.Scalar: foreach_norm,
-    aten._foreach_powsum.Scalar: foreach_norm,
-}
+def _one_of(values: torch.Tensor, own: torch.Tensor, place: int) -> torch.Tensor:
+    return values[place].to(own.dtype)
+
+
+def _stacked(norms: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(norms).double()
+
+
+def _flagged(values: torch.Tensor, sign: int) -> torch.Tensor:
+    return torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().double() * sign])
+
+
+def _unflagged(found: torch.Tensor) -> torch.Tensor:
+    return torch.where(found[1] != 0, math.nan, found[0])
+
+
+NORM = Rule(program=foreach_norm, mixed=True)
+
+RULES: dict[str, Rule] = {"_foreach_norm.Scalar": NORM, "_foreach_powsum.Scalar": NORM}

@@ -1,7 +1,6 @@
-"""Scans, sorts and searches along a dim: the other dims may be sharded.
+"""Sorts and searches along a dim: the other dims may be sharded.
 
-Scans and topk over a sharded dim have plans of their own; a sort sees its dim whole (another dim is sharded where
-there is one). Searches and histograms take their values sharded in any way.
+A sort sees its dim whole (another dim is sharded where there is one). Searches take their values sharded in any way.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from longmesh.rules.rule import (
     Meta,
     OpCall,
     OutMeta,
-    P,
     R,
     Rule,
     S,
@@ -19,9 +17,8 @@ from longmesh.rules.rule import (
     line,
     no_lines,
     refuse_shapes,
-    same_shape,
 )
-from longmesh.rules.view import LINEAR, along_others
+from longmesh.rules.view import along_others
 from longmesh.spec import Placement
 
 
@@ -52,24 +49,8 @@ def values_meta(call: OpCall) -> tuple[OutMeta, ...]:
     return (contiguous(values.shape if isinstance(values, Meta) else ()),)
 
 
-def histogram_lines(call: OpCall) -> list[AxisRule]:
-    """histc: counts add up, once the bins don't depend on which values a rank has."""
-    if call["min"] == call["max"]:
-        return []
-    return [line([S(d)], P) for d in range(call.tensors[0].ndim)]
-
-
-def histogram_meta(call: OpCall) -> tuple[OutMeta, ...]:
-    return (contiguous((call["bins"],)),)
-
-
-SCAN = Rule(along_others(kinds=()), same_shape)
-
 RULES: dict[str, Rule] = {
-    "cumsum.default": Rule(along_others(kinds=LINEAR), same_shape),
-    **dict.fromkeys(("cumprod.default", "logcumsumexp.default", "cummax.default", "cummin.default"), SCAN),
-    **dict.fromkeys(("sort.default", "sort.stable", "topk.default"), Rule(along_others(kinds=()))),
+    **dict.fromkeys(("sort.default", "sort.stable"), Rule(along_others(kinds=()))),
     **dict.fromkeys(("searchsorted.Tensor", "searchsorted.Scalar"), Rule(search_lines, search_meta)),
     "bucketize.Scalar": Rule(no_lines, values_meta),
-    "histc.default": Rule(histogram_lines, histogram_meta),
 }

@@ -13,7 +13,7 @@ _LEAVES = frozenset((int, float, bool, type(None), str, torch.dtype, torch.devic
 
 def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
     """`value` with every tensor replaced by `fn(tensor)`, in order."""
-    kind = type(value)
+    kind: Any = type(value)  # pyright: ignore[reportUnknownVariableType]
     if kind in _LEAVES:
         return value
     if kind is tuple:
@@ -25,7 +25,8 @@ def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, tuple):  # a named tuple of results
-        return tuple([map_tensors(fn, v) for v in value])
+        members: tuple[Any, ...] = value  # pyright: ignore[reportUnknownVariableType]
+        return tuple([map_tensors(fn, v) for v in members])
     return value
 
 
@@ -38,12 +39,12 @@ def all_tensors(value: Any) -> list[torch.Tensor]:
 
 def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
     for value in values:
-        kind = type(value)
+        kind: Any = type(value)  # pyright: ignore[reportUnknownVariableType]
         if kind in _LEAVES:
             continue
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif kind is dict:
             _collect(value.values(), found)
-        elif isinstance(value, (tuple, list)):
+        elif issubclass(kind, (tuple, list)):
             _collect(value, found)

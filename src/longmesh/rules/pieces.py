@@ -16,9 +16,9 @@ from longmesh.spec import Layout, Placement, Shard
 
 def as_dims(given: Any, ndim: int) -> tuple[int, ...]:
     """Dims from 0 on, sorted; None or an empty list means all. Raises as torch does."""
-    if given is None or (isinstance(given, Sequence) and len(given) == 0):
+    if given is None or given in ([], ()):
         return tuple(range(ndim))
-    dims = (given,) if isinstance(given, int) else tuple(given)
+    dims: tuple[int, ...] = (given,) if isinstance(given, int) else tuple(given)
     span = max(ndim, 1)
     for dim in dims:
         if not -span <= dim < span:
@@ -34,6 +34,11 @@ def as_dims(given: Any, ndim: int) -> tuple[int, ...]:
 def sharding_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
     """The mesh axes that shard any of `dims`, sorted."""
     return tuple(sorted(axis for dim in dims for axis in layout.shard_axes(dim)))
+
+
+def without_pending(layout: Layout) -> Layout:
+    """The layout once pending reductions are carried out: replicated there."""
+    return layout.with_replicated(layout.partial_axes)
 
 
 _HALVES = (torch.float16, torch.bfloat16)
