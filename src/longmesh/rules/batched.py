@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from longmesh.rules.rule import AVG, AxisRule, LocalView, OpCall, P, R, RuleFunction, S, line
+from longmesh._torch import OpOverload
+from longmesh.rules.rule import AVG, AxisRule, Fixed, LocalView, OpCall, P, R, RuleFunction, S, line
 from longmesh.spec import Placement
 
 
@@ -68,21 +69,28 @@ def op_on_nothing(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     shapes = [_without_gaps(local, m.shape) for local, m in zip(view.input_shapes, call.tensors, strict=True)]
     if shapes == list(view.input_shapes):
         return None
+    return Fixed(_run_on_rows, (call.func, tuple(shapes), view.output_shapes))
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        following = iter(shapes)
 
-        def fill(tensor: torch.Tensor) -> torch.Tensor:
-            shape = next(following)
-            return tensor if tensor.shape == shape else tensor.new_zeros(shape)
+def _run_on_rows(
+    func: OpOverload,
+    shapes: tuple[tuple[int, ...], ...],
+    output_shapes: tuple[tuple[int, ...], ...],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    following = iter(shapes)
 
-        result = call.func(*[fill(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
-        found: list[Any] = [result] if isinstance(result, torch.Tensor) else list(result)
-        wanted = iter(view.output_shapes)  # a backward gives None for what `output_mask` does not ask for
-        kept = [None if t is None else t[tuple(slice(n) for n in next(wanted))] for t in found]
-        return kept[0] if isinstance(result, torch.Tensor) else tuple(kept)
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        shape = next(following)
+        return tensor if tensor.shape == shape else tensor.new_zeros(shape)
 
-    return run
+    result = func(*[fill(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+    found: list[Any] = [result] if isinstance(result, torch.Tensor) else list(result)
+    wanted = iter(output_shapes)  # a backward gives None for what `output_mask` does not ask for
+    kept = [None if t is None else t[tuple(slice(n) for n in next(wanted))] for t in found]
+    return kept[0] if isinstance(result, torch.Tensor) else tuple(kept)
 
 
 def _without_gaps(local: tuple[int, ...], whole: tuple[int, ...]) -> tuple[int, ...]:

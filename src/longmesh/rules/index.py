@@ -17,6 +17,7 @@ from longmesh.rules.lookup import check_range, own_part
 from longmesh.rules.pointwise import broadcast, shard_of
 from longmesh.rules.rule import (
     AxisRule,
+    Fixed,
     LocalView,
     Meta,
     OpCall,
@@ -64,11 +65,11 @@ def _select_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     if length == size:
         return None
     place = call["index"] % size - offset
+    return Fixed(_select, (dim, place, view.output_shapes[0]))
 
-    def select(local: torch.Tensor, *_: int) -> torch.Tensor:
-        return local.select(dim, place) if 0 <= place < length else local.new_zeros(view.output_shapes[0])
 
-    return select
+def _select(dim: int, place: int, shape: tuple[int, ...], /, local: torch.Tensor, *_: int) -> torch.Tensor:
+    return local.select(dim, place) if 0 <= place < local.shape[dim] else local.new_zeros(shape)
 
 
 def select_backward_lines(call: OpCall) -> list[AxisRule]:
@@ -128,23 +129,32 @@ def _index_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     sharded = [d for d in where.dims if lengths[d] != shape[d]]
     if not sharded:
         return None
+    pieces = tuple((d, shape[d], offsets[d], lengths[d]) for d in sharded)
+    return Fixed(_index, (pieces, len(where.rest) - where.start, view.output_shapes[0]))
 
-    def index(local: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        mine, foreign = list(indices), None
-        for d in sharded:
-            given = indices[d]
-            assert given is not None
-            check_range(given, shape[d], d, negative=True)
-            mine[d], mask = own_part(torch.where(given < 0, given + shape[d], given), offsets[d], lengths[d])
-            foreign = mask if foreign is None else foreign | mask
-        assert foreign is not None
-        if any(lengths[d] == 0 for d in sharded):
-            return local.new_zeros(view.output_shapes[0])
-        trailing = len(where.rest) - where.start
-        found = torch.ops.aten.index.Tensor(local, mine)
-        return found.masked_fill(foreign.reshape(*foreign.shape, *[1] * trailing), 0)
 
-    return index
+def _index(
+    pieces: tuple[tuple[int, int, int, int], ...],
+    trailing: int,
+    shape: tuple[int, ...],
+    /,
+    local: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+) -> torch.Tensor:
+    """Of the indices along sharded dims (`pieces`: the dim, its size, where the rank's part begins and how long it is)
+    those of others read 0."""
+    mine, foreign = list(indices), None
+    for d, size, offset, length in pieces:
+        given = indices[d]
+        assert given is not None
+        check_range(given, size, d, negative=True)
+        mine[d], mask = own_part(torch.where(given < 0, given + size, given), offset, length)
+        foreign = mask if foreign is None else foreign | mask
+    assert foreign is not None
+    if any(length == 0 for *_, length in pieces):
+        return local.new_zeros(shape)
+    found = torch.ops.aten.index.Tensor(local, mine)
+    return found.masked_fill(foreign.reshape(*foreign.shape, *[1] * trailing), 0)
 
 
 def index_by_mask(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,11 +207,11 @@ def edge_pad_lines(call: OpCall) -> list[AxisRule]:
 def _edge_pad_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     """torch refuses to pad nothing."""
     shape = view.output_shapes[0]
+    return Fixed(_zeros, (shape,)) if 0 in shape else None
 
-    def nothing(local: torch.Tensor, *_: Any) -> torch.Tensor:
-        return local.new_zeros(shape)
 
-    return nothing if 0 in shape else None
+def _zeros(shape: tuple[int, ...], /, local: torch.Tensor, *_: Any) -> torch.Tensor:
+    return local.new_zeros(shape)
 
 
 INDEX = Rule(index_lines, index_meta, local_op=_index_locally, program=index_by_mask)

@@ -7,9 +7,21 @@ from typing import Any
 
 import torch
 
+from longmesh._torch import OpOverload
 from longmesh.rules.batched import batch_lines, batched, op_on_nothing, pending_lines
 from longmesh.rules.pointwise import is_contiguous, shard_lines
-from longmesh.rules.rule import AxisRule, LocalView, OpCall, OutMeta, Rule, S, contiguous, line, no_lines
+from longmesh.rules.rule import (
+    AxisRule,
+    Fixed,
+    LocalView,
+    OpCall,
+    OutMeta,
+    Rule,
+    S,
+    contiguous,
+    line,
+    no_lines,
+)
 from longmesh.spec import Shard
 
 
@@ -40,12 +52,11 @@ def in_memory_as_whole(call: OpCall, view: LocalView) -> Callable[..., Any]:
     whole is: a part that was sent may be in memory in another order."""
     whole = call.tensors[0]
     by_rows = is_contiguous(whole, contiguous(whole.shape))
+    return Fixed(_ordered, (call.func, by_rows))
 
-    def run(matrix: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        matrix = matrix.contiguous() if by_rows else matrix.mT.contiguous().mT
-        return call.func(matrix, *args, **kwargs)
 
-    return run
+def _ordered(func: OpOverload, by_rows: bool, /, matrix: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return func(matrix.contiguous() if by_rows else matrix.mT.contiguous().mT, *args, **kwargs)
 
 
 def geqrf_meta(call: OpCall) -> tuple[OutMeta, ...]:

@@ -18,6 +18,7 @@ import torch
 from longmesh._torch import OpOverload, assert_later, dispatch_mode_count
 from longmesh.rules.rule import (
     AxisRule,
+    Fixed,
     LocalOp,
     LocalView,
     OpCall,
@@ -129,18 +130,26 @@ def looking_up(
         if meta.ndim == 0 or view.input_shapes[0][dim] == meta.shape[dim]:
             return None
         offset, length = view.input_offsets[0][dim], view.input_shapes[0][dim]
-
-        def look_up(local: torch.Tensor, *args: Any, **kwargs: Any) -> Masked:
-            index = next(a for a in args if isinstance(a, torch.Tensor))
-            check_range(index, meta.shape[dim], dim)
-            mine, mask = own_part(index, offset, length)
-            if length == 0:
-                return Masked(local.new_zeros(view.output_shapes[0]), mask)
-            return Masked(read(local, dim, mine), mask)
-
-        return look_up
+        return Fixed(_look_up, (read, dim, meta.shape[dim], (offset, length), view.output_shapes[0]))
 
     return local_op
+
+
+def _look_up(
+    read: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
+    dim: int,
+    size: int,
+    own: tuple[int, int],
+    shape: tuple[int, ...],
+    /,
+    local: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Masked:
+    index = next(a for a in args if isinstance(a, torch.Tensor))
+    check_range(index, size, dim)
+    mine, mask = own_part(index, *own)
+    return Masked(local.new_zeros(shape) if own[1] == 0 else read(local, dim, mine), mask)
 
 
 def select_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
@@ -148,13 +157,13 @@ def select_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     look_up = _looking_up_rows(call, view)
     if look_up is None:
         return None
-    sides = [-1 if d == call.dim() else 1 for d in range(call.tensors[0].ndim)]
+    sides = tuple(-1 if d == call.dim() else 1 for d in range(call.tensors[0].ndim))
+    return Fixed(_select, (look_up, sides))
 
-    def select(*args: Any) -> Masked:
-        result, mask = look_up(*args)
-        return Masked(result, mask.view(sides))
 
-    return select
+def _select(look_up: Callable[..., Masked], sides: tuple[int, ...], /, *args: Any) -> Masked:
+    result, mask = look_up(*args)
+    return Masked(result, mask.view(sides))
 
 
 _looking_up_rows = looking_up(OpCall.dim, lambda rows, dim, index: rows.index_select(dim, index.reshape(-1)))

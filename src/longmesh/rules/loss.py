@@ -20,6 +20,7 @@ from longmesh.rules.nll import MEAN, NLL, NLL_BACKWARD, NONE, SUM
 from longmesh.rules.pointwise import broadcast_shape, elementwise_meta, shard_of
 from longmesh.rules.rule import (
     AxisRule,
+    Fixed,
     LocalView,
     Meta,
     OpCall,
@@ -112,16 +113,15 @@ def _shared(call: OpCall, mine: int, whole: int) -> Callable[..., Any] | None:
     """A mean over `mine` of `whole` terms, weighted so that the ranks' results add up."""
     if call["reduction"] != MEAN or mine == whole:
         return None
-    func, place, share = call.func, call.argument_names.index("reduction"), mine / whole
+    return Fixed(_scaled, (call.func, call.argument_names.index("reduction"), mine / whole))
 
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        if not mine:  # a sum of nothing is 0, a mean of nothing is not
-            args, kwargs = _replaced(args, kwargs, place, SUM)
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
-        return (result[0] * share, *result[1:]) if isinstance(result, tuple) else result * share
 
-    return scaled
+def _scaled(func: OpOverload, place: int, share: float, /, *args: Any, **kwargs: Any) -> Any:
+    if not share:  # a sum of nothing is 0, a mean of nothing is not
+        args, kwargs = _replaced(args, kwargs, place, SUM)
+        return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    return (result[0] * share, *result[1:]) if isinstance(result, tuple) else result * share
 
 
 def _replaced(

@@ -19,6 +19,7 @@ from longmesh.rules.pointwise import broadcast, shard_of
 from longmesh.rules.rule import (
     AVG,
     AxisRule,
+    Fixed,
     LocalView,
     OpCall,
     OutMeta,
@@ -182,11 +183,11 @@ def distance_backward_op(call: OpCall, view: LocalView) -> Callable[..., torch.T
     shape = view.output_shapes[0]
     if all(math.prod(s) for s in view.input_shapes):
         return None
+    return Fixed(_zeros, (shape,))
 
-    def zeros(grad: torch.Tensor, *_: Any) -> torch.Tensor:
-        return grad.new_zeros(shape)
 
-    return zeros
+def _zeros(shape: tuple[int, ...], /, grad: torch.Tensor, *_: Any) -> torch.Tensor:
+    return grad.new_zeros(shape)
 
 
 RULES: dict[str, Rule] = {

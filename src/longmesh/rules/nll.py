@@ -19,7 +19,20 @@ from longmesh._torch import OpOverload
 from longmesh.rules.lookup import can_read, refuse_unread
 from longmesh.rules.pieces import reduced_layout
 from longmesh.rules.planned import Planned
-from longmesh.rules.rule import AxisRule, LocalView, Meta, OpCall, OutMeta, P, R, Rule, S, contiguous, line
+from longmesh.rules.rule import (
+    AxisRule,
+    Fixed,
+    LocalView,
+    Meta,
+    OpCall,
+    OutMeta,
+    P,
+    R,
+    Rule,
+    S,
+    contiguous,
+    line,
+)
 from longmesh.rules.writer import Writer
 from longmesh.spec import Placement, Shard
 
@@ -87,23 +100,23 @@ def own_classes(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     mine, whole = view.input_shapes[meta.index][dim], meta.shape[dim]
     if mine == whole:
         return None
-    start = view.input_offsets[meta.index][dim]
-    names = call.argument_names
-    target_place, ignore_place = names.index("target"), names.index("ignore_index")
-    func = call.func
+    start, names = view.input_offsets[meta.index][dim], call.argument_names
+    places = names.index("target"), names.index("ignore_index")
+    return Fixed(_on_own_classes, (call.func, places, whole, start, mine))
 
-    def local(*given: Any) -> Any:
-        args = list(given)
-        target: torch.Tensor = args[target_place]
-        ignored: int = args[ignore_place]
-        if can_read(target):
-            _check_classes(target, whole, ignored)
-        is_own = (target >= start) & (target < start + mine) & (target != ignored)
-        args[target_place] = torch.where(is_own, target - start, IGNORED)
-        args[ignore_place] = IGNORED
-        return func(*args)
 
-    return local
+def _on_own_classes(
+    func: OpOverload, places: tuple[int, int], whole: int, start: int, mine: int, /, *given: Any
+) -> Any:
+    args, (target_place, ignore_place) = list(given), places
+    target: torch.Tensor = args[target_place]
+    ignored: int = args[ignore_place]
+    if can_read(target):
+        _check_classes(target, whole, ignored)
+    is_own = (target >= start) & (target < start + mine) & (target != ignored)
+    args[target_place] = torch.where(is_own, target - start, IGNORED)
+    args[ignore_place] = IGNORED
+    return func(*args)
 
 
 def _check_classes(target: torch.Tensor, whole: int, ignored: int) -> None:

@@ -37,6 +37,7 @@ from longmesh.rules.rule import (
     MIN,
     PRODUCT,
     AxisRule,
+    Fixed,
     LocalView,
     OpCall,
     OutMeta,
@@ -108,12 +109,13 @@ def on_identity(call: OpCall, view: LocalView, value: Any) -> Callable[..., Any]
         return None
     dims = reduced_dims(call)
     shape = [1 if d in dims else n for d, n in enumerate(view.input_shapes[0])]
-    func = call.func
+    return Fixed(_on_values, (call.func, tuple(shape), value))
 
-    def on_values(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return func(x.new_full(shape, value), *args, **kwargs)
 
-    return on_values
+def _on_values(
+    func: OpOverload, shape: tuple[int, ...], value: Any, /, x: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    return func(x.new_full(shape, value), *args, **kwargs)
 
 
 def reducing(*pending: Partial, through: Sequence[Partial] = ()) -> Rule:
@@ -140,7 +142,11 @@ def both_extrema(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
         on_identity(call, view, identity_of("max", dtype)),
     )
     assert low is not None and high is not None
-    return lambda *args, **kwargs: (low(*args, **kwargs)[0], high(*args, **kwargs)[1])
+    return Fixed(_first_and_second, (low, high))
+
+
+def _first_and_second(low: Callable[..., Any], high: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return low(*args, **kwargs)[0], high(*args, **kwargs)[1]
 
 
 def part_of_mean(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
@@ -152,13 +158,13 @@ def part_of_mean(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
         return None
     if not mine:
         return on_identity(call, view, 0)
-    func, share = call.func, mine / whole
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return Fixed(_share_of_mean, (call.func, mine / whole, dtype))
 
-    def mean(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return (func(*args, **{**kwargs, "dtype": wide}) * share).to(dtype)
 
-    return mean
+def _share_of_mean(
+    func: OpOverload, share: float, dtype: torch.dtype, /, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    return (func(*args, **{**kwargs, "dtype": wide_dtype(dtype)}) * share).to(dtype)
 
 
 def norm_pending(call: OpCall) -> list[Partial]:
@@ -175,14 +181,12 @@ def variance_of_nothing(call: OpCall, view: LocalView) -> Callable[..., Any] | N
     """Without rows of its own a rank skips the op, which would warn of too few degrees of freedom."""
     if math.prod(view.output_shapes[0]) or math.prod(call.outputs[0].shape) == 0:
         return None
-    dtype = call.tensors[0].dtype
-    shape, has_mean = view.output_shapes[0], len(call.outputs) == 2
+    return Fixed(_no_spread, (view.output_shapes[0], len(call.outputs) == 2))
 
-    def empty(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        spread = x.new_empty(shape, dtype=dtype.to_real())
-        return (spread, x.new_empty(shape)) if has_mean else spread
 
-    return empty
+def _no_spread(shape: tuple[int, ...], has_mean: bool, /, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    spread = x.new_empty(shape, dtype=x.dtype.to_real())
+    return (spread, x.new_empty(shape)) if has_mean else spread
 
 
 # -- over sharded dims, where more than one local call is needed -----------------------------------

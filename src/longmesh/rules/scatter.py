@@ -20,6 +20,7 @@ from longmesh.rules.planned import Planned
 from longmesh.rules.pointwise import broadcast, shard_of
 from longmesh.rules.rule import (
     AxisRule,
+    Fixed,
     LocalView,
     OpCall,
     OutMeta,
@@ -92,14 +93,26 @@ def _scatter_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None
     size, offset, length = call.tensors[0].shape[dim], view.input_offsets[0][dim], view.input_shapes[0][dim]
     if length == size:
         return None
+    return Fixed(_scatter, (func, dim, size, offset, length))
 
-    def scatter(local: torch.Tensor, _: int, index: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        check_range(index, size, dim)
-        target = with_spare_slot(local, dim)
-        result = func(target, dim, own_or_spare(index, offset, length), *args, **kwargs)
-        return result.narrow(dim, 0, length).contiguous()
 
-    return scatter
+def _scatter(
+    func: OpOverload,
+    dim: int,
+    size: int,
+    offset: int,
+    length: int,
+    /,
+    local: torch.Tensor,
+    _: int,
+    index: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    check_range(index, size, dim)
+    target = with_spare_slot(local, dim)
+    result = func(target, dim, own_or_spare(index, offset, length), *args, **kwargs)
+    return result.narrow(dim, 0, length).contiguous()
 
 
 def scatter_lines(*, adds: bool) -> Callable[[OpCall], list[AxisRule]]:
@@ -184,27 +197,29 @@ def _index_put_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | No
     sharded = [d for d in Indexing(call["indices"], len(shape)).dims if lengths[d] != shape[d]]
     if not sharded:
         return None
+    return Fixed(_put, (tuple((d, shape[d], offsets[d], lengths[d]) for d in sharded),))
 
-    def put(
-        local: torch.Tensor,
-        indices: Sequence[torch.Tensor | None],
-        values: torch.Tensor,
-        accumulate: bool = False,
-        *_: Any,
-    ) -> torch.Tensor:
-        mine, target = list(indices), local
-        for d in sharded:
-            given = indices[d]
-            assert given is not None
-            check_range(given, shape[d], d, negative=True)
-            mine[d] = own_or_spare(torch.where(given < 0, given + shape[d], given), offsets[d], lengths[d])
-            target = with_spare_slot(target, d)
-        result = torch.ops.aten.index_put.default(target, mine, values, accumulate)
-        for d in sharded:
-            result = result.narrow(d, 0, lengths[d])
-        return result.contiguous()
 
-    return put
+def _put(
+    pieces: tuple[tuple[int, int, int, int], ...],
+    /,
+    local: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool = False,
+    *_: Any,
+) -> torch.Tensor:
+    mine, target = list(indices), local
+    for d, size, offset, length in pieces:
+        given = indices[d]
+        assert given is not None
+        check_range(given, size, d, negative=True)
+        mine[d] = own_or_spare(torch.where(given < 0, given + size, given), offset, length)
+        target = with_spare_slot(target, d)
+    result = torch.ops.aten.index_put.default(target, mine, values, accumulate)
+    for d, _size, _offset, length in pieces:
+        result = result.narrow(d, 0, length)
+    return result.contiguous()
 
 
 # -- the inverse of views ------------------------------------------------------------------------------
@@ -222,11 +237,11 @@ def _select_scatter_locally(call: OpCall, view: LocalView) -> Callable[..., Any]
     if length == size:
         return None
     place = call["index"] % size - offset
+    return Fixed(_put_row, (dim, place))
 
-    def put(local: torch.Tensor, source: torch.Tensor, *_: int) -> torch.Tensor:
-        return local.select_scatter(source, dim, place) if 0 <= place < length else local.clone()
 
-    return put
+def _put_row(dim: int, place: int, /, local: torch.Tensor, source: torch.Tensor, *_: int) -> torch.Tensor:
+    return local.select_scatter(source, dim, place) if 0 <= place < local.shape[dim] else local.clone()
 
 
 def diagonal_scatter_lines(call: OpCall) -> list[AxisRule]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from longmesh.errors import LongmeshError
-from longmesh.rules.rule import AxisRule, LocalView, OpCall, Rule, no_lines
+from longmesh.rules.rule import AxisRule, Fixed, LocalView, OpCall, Rule, no_lines
 from longmesh.rules.view import LINEAR, along_others, kept, local_sizes, other_dims
 
 
@@ -60,17 +60,26 @@ def _as_strided_locally(call: OpCall, view: LocalView) -> Callable[..., Any]:
             f"as_strided of a view with gaps, of shape {tuple(meta.shape)} and stride {tuple(meta.stride)}: the values "
             "in the gaps are not known here; call it on the base of the view, or on contiguous()"
         )
+    return Fixed(_strided, (meta.shape, meta.stride))
 
-    def strided(local: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:
-        if local.stride() != meta.stride:
-            whole = torch.empty_strided(meta.shape, meta.stride, dtype=local.dtype, device=local.device)
-            # A dim of stride 0 is one row in memory, and may be written as one only.
-            once = [min(n, 1) if step == 0 else n for n, step in zip(meta.shape, meta.stride, strict=True)]
-            whole.as_strided(once, meta.stride).copy_(local.as_strided(once, local.stride()))
-            local = whole
-        return local.as_strided(size, stride, storage_offset)
 
-    return strided
+def _strided(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    /,
+    local: torch.Tensor,
+    size: Any,
+    stride: Any,
+    storage_offset: Any = None,
+) -> torch.Tensor:
+    """As of the whole in memory, of that shape and those strides."""
+    if local.stride() != strides:
+        whole = torch.empty_strided(shape, strides, dtype=local.dtype, device=local.device)
+        # A dim of stride 0 is one row in memory, and may be written as one only.
+        once = [min(n, 1) if step == 0 else n for n, step in zip(shape, strides, strict=True)]
+        whole.as_strided(once, strides).copy_(local.as_strided(once, local.stride()))
+        local = whole
+    return local.as_strided(size, stride, storage_offset)
 
 
 def _conj_locally(call: OpCall, view: LocalView) -> Callable[..., Any]:

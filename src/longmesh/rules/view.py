@@ -24,6 +24,7 @@ from longmesh.rules.rule import (
     MIN,
     PRODUCT,
     AxisRule,
+    Fixed,
     LocalView,
     OpCall,
     OutMeta,
@@ -125,11 +126,11 @@ def reshape_locally(call: OpCall, view: LocalView) -> Callable[..., Any] | None:
     shape = view.output_shapes[0]
     if shape == call.outputs[0].shape and view.input_shapes[0] == call.tensors[0].shape:
         return None
+    return Fixed(_reshape, (shape,))
 
-    def reshape(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return local.reshape(shape)
 
-    return reshape
+def _reshape(shape: tuple[int, ...], /, local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return local.reshape(shape)
 
 
 # -- dims moved, added, dropped, repeated --------------------------------------------------------------

@@ -1,0 +1,26 @@
+"""What ranks run is what `plan_op` plans with no process."""
+
+import pytest
+import torch
+
+from support.op_sweep import sweep_names
+from support.plan_compare import compare_plans
+
+# Every tenth op: a choice of all families. tests/soak has them all.
+NAMES = sweep_names()[5::10]
+LEFT = {
+    "depends on the forward's table",
+    "pending lookups and remembered reductions",
+    "plain tensors",
+    "runs as other ops",
+    "scalars for a plain tensor",
+    "views that had to be copied",
+}
+
+
+@pytest.mark.parametrize(("mesh_shape", "names"), [((3,), NAMES[::2]), ((2, 2), NAMES[1::4])])
+def test_every_tenth_op(pool, mesh_shape, names):
+    ranks = torch.Size(mesh_shape).numel()
+    for different, num_equal, left in pool.run(compare_plans, names, mesh_shape, ranks=ranks, timeout=240.0):
+        assert different == {}
+        assert num_equal > 100 and LEFT.issuperset(left)
