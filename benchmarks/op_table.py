@@ -8,6 +8,7 @@ The lines come from the rules themselves, asked for the aten ops that one sample
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -20,8 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from longmesh.rules import OpCall, find_rule
-from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.op_facts import functional_form, rule_name, run_on_meta
+from longmesh.tensor.op_facts import decomposition_of, functional_form, rule_name, run_on_meta
+from longmesh.tensor.tree import all_tensors
 from support.op_sweep import OPS
 from support.rule_check import calls_of, describe
 
@@ -38,13 +39,15 @@ HEAD = """# Which layouts run without a collective
 One row per op of torch's `op_db`, with the aten ops it calls. A line such as `S(0), R -> S(0)` is for one mesh axis:
 inputs with these placements are not redistributed. All inputs replicated is always valid and not listed. Inputs with
 other placements are redistributed to the cheapest line.
-`family`: the op is planned step by step (a small reduction, a halo, a lookup). `no rule`: it is decomposed into ops
-that have one, or its inputs are replicated.
-Outcome: a run on 3 gloo ranks in random layouts against plain torch. `refused`: some layouts are an error that says
-what to do instead. That run was made on {date} with torch {torch}, this page from it and the rules:
+`steps`: it runs on shards by steps of its own, which send what they need (a small reduction, a halo, a lookup).
+`other ops`: it is made of ops that have lines or steps. `replicated only`: its inputs are gathered first.
+Outcome: a run on 3 gloo ranks in random layouts against plain torch, which also shows which ops ran on shards.
+`refused`: some layouts are an error that says what to do instead. The rows were measured with torch {torch}, the oldest
+on {oldest}. The first command renews all of them, the second some, the third only this page:
 
 ```sh
-{command}
+python benchmarks/record.py op_coverage
+python benchmarks/op_coverage.py --only NAME --update
 python benchmarks/op_table.py
 ```
 
@@ -65,8 +68,8 @@ def sample_with_dims(op: Any) -> Any:
     return found
 
 
-def lines_of(name: str) -> str:
-    """The aten ops of one sample and their lines, as a table cell."""
+def lines_of(name: str, kept: frozenset[str]) -> str:
+    """The aten ops of one sample and their lines, as a table cell; `kept`: those that ran on shards."""
     op = OPS[name]
     sample = sample_with_dims(op)
     cells: dict[str, str] = {}
@@ -74,7 +77,8 @@ def lines_of(name: str) -> str:
         func = functional_form(func) or func
         rule = find_rule(rule_name(func))
         if rule is None or "out" in kwargs:
-            cells.setdefault(rule_name(func), "family" if func in dispatch.families else "no rule")
+            takes = all_tensors((args, kwargs))
+            cells.setdefault(rule_name(func), _without_lines(func, kept) if takes else "takes no tensor")
             continue
         call = describe(func, args, kwargs)
         if not call.tensors:
@@ -83,21 +87,39 @@ def lines_of(name: str) -> str:
         call = OpCall(func, call.args, call.kwargs, call.tensors, outputs)
         shown = [str(entry) for entry in rule.axis_rules(call)]
         more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
-        cells.setdefault(rule_name(func), "; ".join(shown[:6]) + more if shown else "replicated only")
+        cells.setdefault(
+            rule_name(func), "; ".join(shown[:6]) + more if shown else _without_lines(func, kept)
+        )
     return "<br>".join(f"`{aten}`: {text}" for aten, text in list(cells.items())[:6])
 
 
+@functools.cache
+def ops_on_shards() -> frozenset[str]:
+    """The aten ops that ran on shards, whatever op of `op_db` called them."""
+    rows = COVERAGE.read_text("utf-8").splitlines()
+    return frozenset(name for row in rows for name in row.split("\t")[3].split())
+
+
+def _without_lines(func: Any, kept: frozenset[str]) -> str:
+    """What a run shows of an op that has no line, or no rule."""
+    if rule_name(func) in kept:
+        return "steps"
+    return "other ops" if decomposition_of(func) is not None else "replicated only"
+
+
 def head() -> str:
-    return HEAD.format(**json.loads(RUN.read_text("utf-8")))
+    run = json.loads(RUN.read_text("utf-8"))
+    dates = [line.split("\t")[4] for line in COVERAGE.read_text("utf-8").splitlines()]
+    return HEAD.format(torch=run["torch"], oldest=min(dates))
 
 
 def table_row(measured: str) -> str:
     """The row of one line of the coverage run."""
-    name, outcome, reason = measured.split("\t")[:3]
+    name, outcome, reason, *_ = measured.split("\t")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            cell = lines_of(name)
+            cell = lines_of(name, ops_on_shards())
         except Exception as error:
             cell = f"not listed: {type(error).__name__}"
     note = f": {reason[:160]}" if outcome not in ("right", "always replicates") else ""
@@ -106,6 +128,7 @@ def table_row(measured: str) -> str:
 
 
 def main() -> None:
+    ops_on_shards.cache_clear()
     rows = map(table_row, COVERAGE.read_text("utf-8").splitlines())
     PAGE.write_text(head() + "".join(rows), encoding="utf-8")
 

@@ -21,6 +21,7 @@ def load(name: str) -> ModuleType:
     assert spec and spec.loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     before = list(sys.path)
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # as when it is run: one may import another
     try:
         spec.loader.exec_module(module)
     finally:
@@ -107,3 +108,22 @@ def test_the_op_table_is_that_of_the_coverage_run_and_the_rules():
     with one_torch_thread(), ThreadPoolExecutor(1) as thread:
         made = list(thread.map(op_table.table_row, measured))
     assert rows == made, "the rules have changed: run benchmarks/op_table.py"
+
+
+def test_rows_of_the_coverage_run_are_renewed_one_by_one(tmp_path):
+    op_coverage = load("op_coverage")
+    kept = tmp_path / "rows.tsv"
+    first, second = op_coverage.sweep_names()[:2]
+    kept.write_text(f"{second}\tright\t\t{second}.default\t2026-01-01\n", "utf-8")
+    op_coverage.update_rows([(first, "right", "", "", "2026-01-02")], kept)
+    op_coverage.update_rows([(second, "refused", "a\nb", "", "2026-01-03")], kept)
+    assert (
+        kept.read_text("utf-8") == f"{first}\tright\t\t\t2026-01-02\n{second}\trefused\ta b\t\t2026-01-03\n"
+    )
+
+
+def test_ops_with_steps_of_their_own_are_not_called_replicated():
+    page = (ROOT / "docs/ops.md").read_text("utf-8")
+    for name in ("var.correction", "argmax.default", "native_layer_norm.default"):
+        assert f"`{name}`: steps" in page
+        assert f"`{name}`: replicated only" not in page

@@ -10,6 +10,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 from longmesh import DTensor, Layout
+from longmesh.debug import explain
 from longmesh.errors import LongmeshError
 from longmesh.rules.tree import map_tensors
 from longmesh.tensor.dispatch import dispatch
@@ -79,6 +80,35 @@ def sweep_op(name, max_samples, grad, mesh_shape=(3,), seed=""):
         if not grad or gradients is not None:
             texts.append(_check_sample(op, packed, expected, gradients, mesh, rng, number))
     return texts
+
+
+def ops_that_keep_shards(name, max_samples, mesh_shape=(3,), seed=""):
+    """The aten ops of some samples that ran on sharded or pending inputs, at least once, without making all of them
+    whole first: by a line of a rule, or by steps of their own. Sorted. Collective, as `sweep_op`."""
+    op, mesh, rng = OPS[name], world_mesh(*mesh_shape), random.Random(name + seed)
+    shape = Layout.replicated(mesh).mesh
+    torch.manual_seed(0)
+    kept = set()
+    for packed in _samples(op, rng, False, max_samples):
+
+        def lay(tensor):
+            if op.name in PLAIN_INDICES and not tensor.is_floating_point():
+                return tensor.cpu()
+            return distribute(tensor, mesh, random_layout(rng, shape, tensor.ndim, ()), 0)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                first, args, kwargs = map_tensors(lay, _copy(packed))
+                told = explain(op, first, *args, **kwargs)
+            except Exception:  # refused, or no sample of plain torch
+                continue
+        for ran in told.ops:
+            given = [i for i, x in enumerate(ran.inputs) if not x.layout.is_replicated]
+            whole = {m.input for m in ran.redistributions if m.plan.dst.is_replicated}
+            if given and not ran.how.startswith("no rule") and not whole >= set(given):
+                kept.add(ran.name.removeprefix("aten."))
+    return sorted(kept)
 
 
 def _samples(op, rng, grad, max_samples):
