@@ -6,7 +6,7 @@ from torch import nn
 
 from longmesh import hf
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import current_inspection
+from longmesh.hf.state import current
 from longmesh.testing import cpu_mesh
 
 LENGTH = 12
@@ -49,7 +49,7 @@ def make_model(kind: str):
         decoder.register_forward_pre_hook(
             lambda module, args, kwargs: (
                 (args, {**kwargs, "encoder_states": torch.zeros(2, 5, 8)})
-                if current_inspection() is None
+                if not current().is_rehearsal
                 else None
             ),
             prepend=True,

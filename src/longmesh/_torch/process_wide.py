@@ -26,23 +26,15 @@ def watch_parameters(hook: Callable[[nn.Module, str, nn.Parameter], Any]) -> Non
     nn.modules.module.register_module_parameter_registration_hook(hook)
 
 
-def watch_modules(
-    before: Callable[..., Any], after: Callable[..., Any], *, with_kwargs: bool = False
-) -> Callable[[], None]:
+def watch_modules(before: Callable[..., Any], after: Callable[..., Any] | None = None) -> Callable[[], None]:
     """Call hooks around the forward of every module, `after` also where it raises; what this returns ends it."""
-    hooks = (
-        nn.modules.module.register_module_forward_pre_hook(before),
-        nn.modules.module.register_module_forward_hook(after, with_kwargs=with_kwargs, always_call=True),
-    )
-    names = "torch.nn.modules.module:_global_forward_hooks_with_kwargs"
-    having_kwargs = find(names, "compiled modules without a warning", otherwise={})
+    hooks = [nn.modules.module.register_module_forward_pre_hook(before)]
+    if after is not None:
+        hooks.append(nn.modules.module.register_module_forward_hook(after, always_call=True))
 
     def end() -> None:
         for hook in hooks:
             hook.remove()
-        having_kwargs.pop(
-            hooks[1].id, None
-        )  # torch leaves it there, and warns of it at every compiled module
 
     return end
 

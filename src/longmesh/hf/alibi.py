@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longmesh.hf.open_batch import OpenBatch, current_inspection, is_whole
-from longmesh.hf.score_ops import CutBias
+from longmesh.hf.open_batch import OpenBatch
+from longmesh.hf.state import current
 
 
 def give_bias(module: nn.Module, batch: OpenBatch) -> Callable[[], None]:
@@ -43,12 +43,11 @@ def _of_mask(own: Callable[..., Tensor], batch: OpenBatch) -> Callable[..., Tens
     """From a mask of padding, (rows, tokens)."""
 
     def build(attention_mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if is_whole():
-            return own(attention_mask, *args, **kwargs)
         padding = torch.ones_like(batch.tokens) if batch.padding is None else batch.padding
-        rows = attention_mask.shape[0]
-        whole = own(padding[:rows].to(attention_mask), *args, **kwargs)
-        return CutBias.of(whole, (*whole.shape[:-1], _tokens(batch)))
+        of_all = padding[: attention_mask.shape[0]].to(attention_mask)
+        return current().bias(
+            whole=lambda: own(of_all, *args, **kwargs), own=lambda: own(attention_mask, *args, **kwargs)
+        )
 
     return build
 
@@ -57,14 +56,9 @@ def _of_length(own: Callable[..., Tensor], batch: OpenBatch) -> Callable[..., Te
     """From a number of tokens, of which attention takes the last ones."""
 
     def build(num_heads: int, sequence_length: int, *args: Any, **kwargs: Any) -> Tensor:
-        if is_whole():
-            return own(num_heads, sequence_length, *args, **kwargs)
-        whole = own(num_heads, batch.length, *args, **kwargs)
-        return CutBias.of(whole, (*whole.shape[:-1], _tokens(batch)))
+        return current().bias(
+            whole=lambda: own(num_heads, batch.length, *args, **kwargs),
+            own=lambda: own(num_heads, sequence_length, *args, **kwargs),
+        )
 
     return build
-
-
-def _tokens(batch: OpenBatch) -> int:
-    inspection = current_inspection()
-    return batch.cut.num_tokens if inspection is None else inspection.tokens

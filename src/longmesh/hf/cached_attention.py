@@ -6,11 +6,8 @@ a description instead of a tensor of all pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longmesh._torch import no_subclass_functions
 from longmesh.attention.mask.block import UNBOUNDED
@@ -20,12 +17,18 @@ from longmesh.errors import LongmeshError
 from longmesh.hf.cached_batch import CachedBatch
 from longmesh.hf.cached_keys import CachedKeys
 from longmesh.hf.mask_functions import mask_of
+from longmesh.hf.state import AttentionRequest, MaskRequest, OutsideState
 
 
 class CachedLength(int):
     """How many keys a mask is over, those of a cache."""
 
     batch: CachedBatch
+
+    @property
+    def state(self) -> CachedState:
+        """What answers masks over these keys."""
+        return CachedState()
 
     @staticmethod
     def of(length: int, batch: CachedBatch) -> CachedLength:
@@ -48,61 +51,60 @@ class CachedMask(MaskStandIn):
         return found
 
 
-def cached_mask(
-    kv_length: CachedLength,
-    batch_size: int,
-    q_length: int,
-    mask_function: Callable[..., Any],
-    attention_mask: Tensor | None,
-    device: torch.device | str,
-) -> CachedMask:
+class CachedState(OutsideState):
+    """Answers for keys of a `ShardedCache`, in a scope or outside. Collective: every rank."""
+
+    def attend(self, request: AttentionRequest) -> tuple[Tensor, None]:
+        request.refuse_unknown()
+        return attend_cached(request)
+
+    def mask(self, request: MaskRequest) -> CachedMask:
+        return cached_mask(self, request)
+
+
+def cached_mask(state: CachedState, request: MaskRequest) -> CachedMask:
     """The mask of a model whose cache is sharded."""
-    batch = kv_length.batch
+    length = request.keys
+    assert isinstance(length, CachedLength), "a cache counts its keys so"
+    batch = length.batch
     if batch.step is None or not batch.step.is_cut or batch.updated:
-        batch.see_mask(attention_mask, q_length)
-    mask = mask_of(mask_function, None)
-    lo, hi = (None, None) if mask is None else mask.band() or (None, None)
+        batch.see_mask(request.padding, request.queries)
+    mask = mask_of(request.function, state)
+    lo, hi = mask.band() or (None, None)
     if hi != 0 or lo is None:
         raise LongmeshError(
             f"hf.ShardedCache: the model's mask ({mask}) is neither causal nor a causal sliding window; use "
             "transformers' DynamicCache with this model"
         )
     window = None if lo == -UNBOUNDED else 1 - lo
-    return CachedMask.of(window, (batch_size, q_length, int(kv_length)), device)
+    return CachedMask.of(window, (request.rows, request.queries, int(length)), request.device)
 
 
-def attend_cached(
-    module: nn.Module,
-    query: Tensor,
-    key: CachedKeys,
-    value: Tensor,
-    mask: Any,
-    *,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, None]:
+def attend_cached(request: AttentionRequest) -> tuple[Tensor, None]:
     """transformers' attention function for keys of a `ShardedCache`. Collective: every rank."""
-    link, name = key.link, type(module).__name__
+    key, value, mask, name = request.key, request.value, request.mask, type(request.module).__name__
+    assert isinstance(key, CachedKeys), "they carry this state"
+    link = key.link
     step = link.batch.step
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if mask is not None and not isinstance(mask, CachedMask):
         raise LongmeshError(
             f"{name} was given a mask tensor, which a sharded cache can't use; give padding as a 2-D attention_mask"
         )
-    if dropout or not causal or not isinstance(value, CachedKeys) or value.link.layer != link.layer:
+    if (
+        request.dropout
+        or not request.causal
+        or not isinstance(value, CachedKeys)
+        or value.link.layer != link.layer
+    ):
         why = (
             "dropout: call model.eval()"
-            if dropout
+            if request.dropout
             else "attention that is not causal, or values of another layer"
         )
         raise LongmeshError(f"{name} asks of a sharded cache {why}")
     assert step is not None, "attention runs inside a step"
-    link.batch.meet(link.layer, module)
-    window = mask.window if mask is not None else sliding_window
+    link.batch.meet(link.layer, request.module)
+    window = mask.window if mask is not None else request.window
     source, width = None, None
     if key.is_real or value.is_real:
         k, v = (t if t.is_real else link.real(t.is_values) for t in (key, value))
@@ -116,12 +118,12 @@ def attend_cached(
         source, width = link.given(k, v), v.shape[-1]
     out = step.attend_written(
         link.layer,
-        link.batch.pack(query),
+        link.batch.pack(request.query),
         window=window,
-        sinks=sinks,
-        softcap=softcap,
-        scale=scaling,
+        sinks=request.sinks,
+        softcap=request.softcap,
+        scale=request.scaling,
         source=source,
         v_head_dim=width,
     )
-    return forward_only(link.batch.unpack(out, query), query), None
+    return forward_only(link.batch.unpack(out, request.query), request.query), None

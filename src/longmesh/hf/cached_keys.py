@@ -23,6 +23,7 @@ from longmesh.cache.local import Given, joined
 from longmesh.cache.plan import Keys
 from longmesh.errors import LongmeshError
 from longmesh.hf.cached_batch import CachedBatch
+from longmesh.hf.state import OutsideState
 
 _READS = frozenset(
     (
@@ -57,6 +58,7 @@ class Link:
     batch: CachedBatch
     layer: int
     num_tokens: int  # of all rows, on this rank
+    state: OutsideState  # what answers attention to these keys
 
     def real(self, values: bool) -> Tensor:
         """(1, G, K, D): all keys or values of this rank, row after row."""
@@ -95,9 +97,9 @@ class Link:
         return joined(store.pieces(entry.sequence.runs(slot), keys.spans))[int(values)]
 
 
-def link_layer(batch: CachedBatch, layer: int) -> tuple[CachedKeys, CachedKeys]:
-    """Keys and values of a layer that was written in the running step."""
-    link = Link(batch, layer, 0)
+def link_layer(batch: CachedBatch, layer: int, state: OutsideState) -> tuple[CachedKeys, CachedKeys]:
+    """Keys and values of a layer that was written in the running step. `state` answers attention to them."""
+    link = Link(batch, layer, 0, state)
     # One at least, if in vain: models can't reshape what has no elements.
     link.num_tokens = max(1, sum(link._local(entry) for entry in link._entries()))
     store = batch.pool.store(layer)
@@ -110,6 +112,11 @@ class CachedKeys(torch.Tensor):
     link: Link
     is_real: bool
     is_values: bool
+
+    @property
+    def state(self) -> OutsideState:
+        """What answers attention to these keys."""
+        return self.link.state
 
     @staticmethod
     def of(link: Link, store: Any, is_values: bool) -> CachedKeys:

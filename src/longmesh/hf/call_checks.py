@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 
 from longmesh._torch import compiled_module
 from longmesh.errors import LongmeshError
-from longmesh.hf.everywhere import true_everywhere
-from longmesh.hf.interface import NAME
 from longmesh.hf.mixers.bind import is_mixer
-from longmesh.hf.open_batch import OpenBatch, current_inspection, is_whole
-from longmesh.hf.private import implementation_of
+from longmesh.hf.open_batch import OpenBatch
+from longmesh.hf.private import NAME, implementation_of
+from longmesh.hf.ranks_agree import true_everywhere
 from longmesh.hf.router import weight_of
+from longmesh.hf.state import current
 from longmesh.hf.whole_batch import CUT
 
 
@@ -89,20 +88,17 @@ def _attends(module: nn.Module) -> bool:
     return "Attention" in type(module).__name__ and not is_mixer(module)
 
 
-def check_inputs(model: nn.Module, batch: OpenBatch) -> Callable[[], None]:
+def check_inputs(model: nn.Module) -> Callable[[], None]:
     """Check what the model inside is called with, before it runs. Returns what undoes it."""
-    undo = ExitStack()
     inner: nn.Module = getattr(model, "base_model", model)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if current_inspection() is None and not is_whole():
-            _refuse_inputs(model, named_arguments(inner, args, kwargs), batch)
+        current().check_inputs(model, named_arguments(inner, args, kwargs))
 
-    undo.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
-    return undo.close
+    return inner.register_forward_pre_hook(before, with_kwargs=True).remove
 
 
-def _refuse_inputs(model: nn.Module, given: dict[str, Any], batch: OpenBatch) -> None:
+def refuse_inputs(model: nn.Module, given: dict[str, Any], batch: OpenBatch) -> None:
     tokens = next(
         (given[name] for name in ("input_ids", "inputs_embeds") if isinstance(given.get(name), Tensor)), None
     )

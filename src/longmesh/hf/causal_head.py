@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import current_inspection
-from longmesh.hf.planning import planned_adaptation
 from longmesh.hf.router import weight_of
+from longmesh.hf.state import current
 from longmesh.tiles import tiled_cross_entropy
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
@@ -44,7 +43,7 @@ def tiled_loss(model: nn.Module, part: Mapping[str, Any], num_items: int | Tenso
     caught: list[Tensor] = []
 
     def show_one(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if current_inspection() is not None:
+        if current().is_rehearsal:
             return None
         caught.append(args[0])
         return (args[0][:, -1:], *args[1:])
@@ -96,7 +95,7 @@ def _refuse_other_terms(model: Any, outputs: Any) -> None:
 def _check(model: Any, head: nn.Linear, hidden: Tensor | None, logits: Tensor, softcap: float | None) -> None:
     """Every rank has the same model, and so the same answer."""
     is_known = hidden is not None
-    if hidden is not None and planned_adaptation() is None:
+    if hidden is not None and current().planned is None:
         with torch.no_grad():
             ours = torch.nn.functional.linear(hidden[:, -1:], head.weight, head.bias)
             ours = ours if softcap is None else softcap * torch.tanh(ours / softcap)

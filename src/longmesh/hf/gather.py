@@ -18,13 +18,35 @@ import torch
 from torch import Tensor, nn
 
 from longmesh._torch import tree_leaves
-from longmesh.attention import masks
 from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.attention.scope.reentrant import refuse_reentrant_checkpoint
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import OpenBatch, as_whole, current_inspection, is_whole
+from longmesh.hf.mask_functions import dense
+from longmesh.hf.open_batch import OpenBatch
 from longmesh.hf.private import with_implementation
+from longmesh.hf.state import MaskRequest, OutsideState, PlainState, current, entered
+
+
+class GatheredState(PlainState):
+    """A layer, or a loss, runs on the whole sequence: masks and positions are those of all tokens."""
+
+    def mask(self, request: MaskRequest) -> Any:
+        return self.outer.whole_mask(request)
+
+    def positions(self) -> Tensor | None:
+        return self.outer.whole_positions()
+
+    def mean(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return func(*args, **kwargs)
+
+    def cross_entropy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return torch.nn.functional.cross_entropy(*args, **kwargs)
+
+
+def as_whole() -> contextlib.AbstractContextManager[None]:
+    """What runs inside is given what all ranks hold together."""
+    return entered(GatheredState(current()))
 
 
 class _Gather(torch.autograd.Function):
@@ -49,20 +71,13 @@ class _Take(torch.autograd.Function):
         return ctx.engine.unshard(grad.contiguous(), ctx.dim) / ctx.engine.plan.num_ranks, None, None
 
 
-def run_gathered(module: nn.Module, name: str, batch: OpenBatch) -> Callable[[], None]:
+def gather_layer(module: nn.Module) -> Callable[[], None]:
     """Let a module run on the whole sequence. Returns what undoes it."""
     forward = module.forward
     had_own = "forward" in module.__dict__
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        inspection = current_inspection()
-        if is_whole():  # inside another such layer
-            return forward(*args, **kwargs)
-        if inspection is not None:
-            _check_shapes(module, inspection.tokens, (args, kwargs))
-            with as_whole(), with_implementation(module, "eager"):
-                return _each_token(forward, args, kwargs, inspection.tokens)
-        return _whole(module, forward, args, kwargs, batch)
+        return current().run_gathered(module, forward, args, kwargs)
 
     module.forward = gathered
 
@@ -85,13 +100,24 @@ def warn_of_memory(model: nn.Module, modules: list[tuple[str, nn.Module]], batch
     )
 
 
-def _whole(
+def run_each_token(
+    state: OutsideState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """A gathered layer while its model is inspected: on each token alone."""
+    _check_shapes(module, state.num_tokens, (args, kwargs))
+    with entered(GatheredState(state)), with_implementation(module, "eager"):
+        return _each_token(forward, args, kwargs, state.num_tokens)
+
+
+def run_whole(
+    batch: OpenBatch,
+    state: GatheredState,
     module: nn.Module,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    batch: OpenBatch,
 ) -> Any:
+    """A layer on the whole sequence, and this rank's part of what it makes. Collective."""
     refuse_reentrant_checkpoint()
     engine, tokens = batch.cut.lead, batch.cut.num_tokens
     has_mask = any(isinstance(value, CutMask) for value in (*args, *kwargs.values()))
@@ -121,7 +147,7 @@ def _whole(
     given, named = gather(args), gather(kwargs)
     # As in one process: what a layer makes of masks, sinks or biases by itself, it does for eager attention.
     try:
-        with as_whole(), with_implementation(module, "eager"), _drawing_alike(module, batch):
+        with entered(state), with_implementation(module, "eager"), _drawing_alike(module, batch):
             out = forward(*given, **named)
     except torch.OutOfMemoryError:
         raise
@@ -206,15 +232,3 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
 def _token_dim(value: Tensor, tokens: int) -> int | None:
     """The dim of the tokens: behind the batch, before the features."""
     return next((d for d in (1, 2, 0) if d < value.ndim and value.shape[d] == tokens), None)
-
-
-def dense(mask: masks.Mask, batch: OpenBatch) -> Tensor:
-    """The whole mask as a tensor to be added to scores: (rows, 1, tokens, tokens)."""
-    seen = batch.cut.engine_with(mask).plan.mask
-    length, device = batch.length, batch.tokens.device
-    at = torch.arange(length, device=device)
-    rows = [torch.tensor(row, device=device) for row in range(batch.rows)]
-    shown = torch.stack([seen.visible(row, torch.zeros_like(row), at[:, None], at) for row in rows])
-    return torch.zeros(shown.shape, device=device).masked_fill(~shown, torch.finfo(torch.float32).min)[
-        :, None
-    ]

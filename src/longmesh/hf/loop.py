@@ -34,10 +34,11 @@ except ImportError as error:
 from longmesh.attention import TokenLayout
 from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, sum_over, use_mesh
-from longmesh.hf.interface import NAME, register
+from longmesh.hf.interface import register
 from longmesh.hf.loss import IGNORED
-from longmesh.hf.open_batch import current_batch
+from longmesh.hf.private import NAME
 from longmesh.hf.scope import context_parallel
+from longmesh.hf.state import current
 from longmesh.hf.whole_batch import scope_arguments
 from longmesh.plan import Cluster
 
@@ -120,7 +121,7 @@ def cut_batch(
 def _shared_by_all(mesh: DeviceMesh, labels: Tensor, num_items: int | Tensor | None) -> dict[str, Tensor]:
     """Have the open scope's loss divided by the labels of all ranks of "dp", or by `num_items`, and scaled for averaged
     gradients. Which labels count, all or all but a row's first, is seen when the model computes its loss."""
-    batch = current_batch()
+    batch = current().batch
     assert batch is not None and batch.loss is not None, "a scope is open, with labels"
     if num_items is None:
         is_label = labels != IGNORED

@@ -3,6 +3,13 @@
 A model that averages its loss by itself averages over this rank's tokens, and one that shifts labels by itself misses
 the successor that is on another rank. Both are seen where they end: in F.cross_entropy.
 
+A mean that a user computes inside a scope, with a loss of torch, is refused: it is no share of that over all.
+
+    F.mse_loss(logits, targets)                                            refused
+    F.mse_loss(logits, targets, reduction="sum") / num_of_all_ranks        this rank's share
+
+Pitfall: a mean that is written out (`.mean()`) is not seen.
+
 Pitfall: one rank's numbers may not tell which labels a model took: where all labels are the same, those that follow
 are, too. So what fits must fit on all ranks.
 """
@@ -13,12 +20,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.attention.scope.mean_loss import reduction_of
+from longmesh.attention.scope.mean_loss import LOSSES, LossCall, names_of, reduction_of
 from longmesh.errors import LongmeshError
-from longmesh.hf.everywhere import true_everywhere
+from longmesh.hf.ranks_agree import true_everywhere
+from longmesh.hf.state import current
 
 IGNORED = -100
 
@@ -188,3 +197,25 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
 
 def _are_equal(target: Tensor, labels: Tensor) -> bool:
     return target.numel() == labels.numel() and bool((target.flatten() == labels.flatten()).all())
+
+
+def refuse_mean(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise for a mean over this rank's tokens: it is no share of that over all."""
+    call = LossCall(func, names_of(func), args, kwargs)
+    # A batch of rows has as many on every rank; tokens that were flattened into the first dim have not.
+    if call.reduction == "mean" or (call.reduction == "batchmean" and call.first.ndim < 3):
+        raise LongmeshError(
+            f"{func.__name__}(reduction={call.reduction!r}) inside hf.context_parallel: a mean over this rank's "
+            "tokens is not its share of that over all; give the batch labels and take the model's loss, use "
+            "longmesh.attention.cut_cross_entropy, or reduction='sum' and divide by the number of all ranks' tokens"
+        )
+
+
+def _handled(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: current().mean(func, args, kwargs)
+
+
+HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **{func: _handled(func) for func in LOSSES},
+    F.cross_entropy: lambda *args, **kwargs: current().cross_entropy(args, kwargs),
+}

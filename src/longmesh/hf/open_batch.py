@@ -1,11 +1,8 @@
-"""The batch whose scope is open in this thread: what attention and masks must know beyond this rank's tokens."""
+"""A batch that is cut: what attention, masks and positions must know beyond this rank's tokens."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +25,7 @@ class OpenBatch:
     `positions`: counted, if the batch gave none. `in_order`: those that tell documents. `has_mask`: an attention_mask
     was given, if only of ones. `types`: of tokens, for masks that depend on them. `decoder`: the modules that see this
     rank's tokens only, None if all of a model's do. `num_given`: tokens of a row, but for those that were added so that
-    every rank has some. `loss`: of a batch with labels. `in_model`: a transformers model runs.
+    every rank has some. `loss`: of a batch with labels.
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class OpenBatch:
         self.num_given, self._has_layout = num_given, has_layout
         self.tempered: set[nn.Module] = set()  # whose queries are scaled by their places in the row
         self.loss: SharedLoss | None = None
-        self.in_model = False
         self._given = given
         self._blocks: dict[Callable[[Tensor], Tensor], masks.Mask] = {}
         self._recurrent: dict[tuple[bool, bool], RecurrentParallel] = {}
@@ -151,64 +147,3 @@ class OpenBatch:
         self.positions = rule(self.tokens, mask, pad)
         # In place: the part of the batch that the scope yielded holds this tensor.
         self.local_positions.copy_(self.cut.lead.shard(self.positions, -1))
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """A model is only inspected: attention sees each token alone. `positions`: those it was given, if any."""
-
-    tokens: int
-    rows: int
-    positions: Tensor | None
-
-
-_batch: ContextVar[OpenBatch | None] = ContextVar("longmesh_hf_batch", default=None)
-_inspection: ContextVar[Inspection | None] = ContextVar("longmesh_hf_inspection", default=None)
-_whole: ContextVar[bool] = ContextVar("longmesh_hf_whole", default=False)
-_fusing: ContextVar[bool] = ContextVar("longmesh_hf_fusing", default=False)
-
-
-def current_batch() -> OpenBatch | None:
-    return _batch.get()
-
-
-def current_inspection() -> Inspection | None:
-    """Not None while a model is only inspected."""
-    return _inspection.get()
-
-
-def set_batch(batch: OpenBatch | None) -> None:
-    _batch.set(batch)
-
-
-def set_inspection(inspection: Inspection | None) -> None:
-    _inspection.set(inspection)
-
-
-def is_whole() -> bool:
-    """Whether a layer runs that was given the whole sequence."""
-    return _whole.get() or _fusing.get()
-
-
-def is_gathered() -> bool:
-    """Whether something runs on what all ranks hold together: a gathered layer, or a loss of gathered logits."""
-    return _whole.get()
-
-
-def is_fusing() -> bool:
-    """Whether a model runs that has not reached its language model, where its sequence is cut."""
-    return _fusing.get()
-
-
-def set_fusing(on: bool) -> None:
-    _fusing.set(on)
-
-
-@contextlib.contextmanager
-def as_whole() -> Iterator[None]:
-    """Attention in here is that of one process."""
-    token = _whole.set(True)
-    try:
-        yield
-    finally:
-        _whole.reset(token)

@@ -8,6 +8,10 @@ A module that embeds positions may count them by itself and never hear of positi
 
 Llama 4 scales the queries of layers without rotary embeddings by their place in the row, which it counts by itself, in
 steps of 8,192 tokens: too long for inspection to see. Inside a scope the bridge scales them (`temper`).
+
+Rotary embeddings that depend on the longest position (dynamic NTK, longrope) take it from the positions that they are
+given, so each rank would have frequencies of its own. One column more, the longest position of the batch, gives all
+ranks those of the whole sequence; its cosines are dropped again (`give_length`).
 """
 
 from __future__ import annotations
@@ -94,3 +98,36 @@ def give_positions(module: nn.Module, positions: Callable[[], Tensor | None]) ->
         return output.squeeze(0) if isinstance(output, Tensor) and output.ndim > 3 else None
 
     return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+
+
+_POSITIONS = 1  # forward(x, position_ids, ...)
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    listed = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in listed)
+
+
+def give_length(module: nn.Module, longest: Callable[[], int]) -> list[RemovableHandle]:
+    """Let a rotary embedding see the longest position of the whole batch."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) > _POSITIONS:
+            return (*args[:_POSITIONS], _longer(args[_POSITIONS], longest()), *args[_POSITIONS + 1 :]), kwargs
+        return args, {**kwargs, "position_ids": _longer(kwargs["position_ids"], longest())}
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return (
+            type(output)(t[..., :-1, :] for t in output) if isinstance(output, tuple) else output[..., :-1, :]
+        )
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after),
+    ]
+
+
+def _longer(positions: Tensor, longest: int) -> Tensor:
+    more = positions.new_full((*positions.shape[:-1], 1), longest)
+    return torch.cat([positions, more], dim=-1)

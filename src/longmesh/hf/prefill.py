@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from longmesh.cache.check import digest_of
 from longmesh.comm.agree import agree
 from longmesh.errors import LongmeshError
-from longmesh.hf import rope
 from longmesh.hf.cached_batch import CachedBatch
+from longmesh.hf.positions import depends_on_length, give_length
 
 if TYPE_CHECKING:
     from longmesh.hf.sharded_cache import ShardedCache
@@ -79,8 +79,8 @@ def _longest_position(body: nn.Module, longest: int) -> ExitStack:
     """Let rotary embeddings that depend on the longest position see that of the prompt, whatever a rank runs."""
     undo = ExitStack()
     for module in body.modules():
-        if rope.depends_on_length(module):
-            for handle in rope.give_length(module, lambda: longest):
+        if depends_on_length(module):
+            for handle in give_length(module, lambda: longest):
                 undo.callback(handle.remove)
     return undo
 

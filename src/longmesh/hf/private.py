@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from longmesh.errors import LongmeshError
 
+NAME = "longmesh"  # of the attention implementation
 VERSIONS = ("5.22", "5.23")
 _IMPLEMENTATION = "_attn_implementation"
 # Where models choose their attention class by the name of the implementation.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ from longmesh.attention import Exchange, TokenLayout, masks
 from longmesh.attention.scope.cut_sequence import CutSequence
 from longmesh.attention.scope.open_scopes import close_scope, cut_over, open_scope, plan_ahead as plan_scope
 from longmesh.errors import LongmeshError
-from longmesh.hf import own_loss, scores
-from longmesh.hf.interface import attend_directly, attend_in_module
+from longmesh.hf import loss, scores
+from longmesh.hf.cut import CutState
 from longmesh.hf.loss import SharedLoss
 from longmesh.hf.mixers.bind import is_mixer
-from longmesh.hf.model_hooks import watch_models
-from longmesh.hf.open_batch import OpenBatch, current_batch, set_batch
-from longmesh.hf.same_batch import refuse_different
+from longmesh.hf.open_batch import OpenBatch
+from longmesh.hf.ranks_agree import refuse_different
+from longmesh.hf.state import current
 from longmesh.hf.whole_batch import WholeBatch
 from longmesh.plan import Cluster
 
@@ -101,7 +100,7 @@ def context_parallel(
     """
     if unknown not in ("refuse", "gather"):
         raise LongmeshError(f"hf.context_parallel(unknown={unknown!r}): give 'refuse' or 'gather'")
-    if current_batch() is not None:
+    if current().batch is not None:
         raise LongmeshError(
             "hf.context_parallel inside another: a model would see the batch of one and the positions of the other; "
             "leave the first scope before the next, or give one batch with the rows of both"
@@ -116,24 +115,26 @@ def context_parallel(
     )
     whole = OpenBatch(cut, given, batch, length, has_layout)
     part = whole.part(batch)
-    handlers: dict[Callable[..., Any], Callable[..., Any]] = {
-        **scores.HANDLERS,
-        **own_loss.HANDLERS,
-        torch.nn.functional.scaled_dot_product_attention: partial(attend_directly, cut),
-        torch.nn.functional.multi_head_attention_forward: attend_in_module,
-    }
     if batch.get("labels") is not None:
         whole.loss = SharedLoss(whole.part_of, batch["labels"], given.padding, cut.mesh)
         part |= whole.loss.part()
-        handlers[torch.nn.functional.cross_entropy] = own_loss.unless_gathered(whole.loss)
-    mode = open_scope(cut, handlers)
-    set_batch(whole)
+    mode = open_scope(cut, _HANDLERS)
     try:
-        with watch_models(whole, unknown == "gather"):
+        with CutState(current(), cut, whole, may_gather=unknown == "gather").opened():
             yield part
     finally:
-        set_batch(None)
         close_scope(mode)
+
+
+# Functions of torch that a model, or a script, may call by itself.
+_HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **scores.HANDLERS,
+    **loss.HANDLERS,
+    torch.nn.functional.scaled_dot_product_attention: lambda *args, **kwargs: current().sdpa(*args, **kwargs),
+    torch.nn.functional.multi_head_attention_forward: lambda *args, **kwargs: current().multihead(
+        *args, **kwargs
+    ),
+}
 
 
 def _cut(

@@ -21,7 +21,7 @@ from torch import Tensor
 from longmesh._torch import no_subclass_functions
 from longmesh.attention import masks
 from longmesh.attention.scope.cut_mask import CutMask
-from longmesh.hf.open_batch import current_inspection
+from longmesh.hf.state import current
 from longmesh.hf.written_masks import band_of_buffer, hides_keys, hides_triangle, is_low, not_known
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _add(call: Call) -> Scores:
         return call.scores.changed(call.name, mask=asked.masked(added.mask))
     if isinstance(added, CutBias) and asked.bias is None:
         return call.scores.changed(call.name, bias=added.whole)
-    if current_inspection() is not None and hides_keys(added):
+    if current().is_rehearsal and hides_keys(added):
         return call.scores  # of padding, which a scope gives to the engine
     if asked.is_zeroed and type(added) is Tensor and hides_triangle(added):
         return call.scores.changed(call.name, is_zeroed=False)
@@ -165,7 +165,7 @@ def _fill(call: Call) -> Scores:
     hidden = call.args[1]
     if isinstance(hidden, CutMask):
         return call.scores.changed(call.name, mask=asked.masked(hidden.mask))
-    if type(hidden) is not Tensor or (bool(hidden.any()) and current_inspection() is None):
+    if type(hidden) is not Tensor or (bool(hidden.any()) and not current().is_rehearsal):
         raise not_known(call.name)
     if bool((hidden != hidden[..., :1, :]).any()):
         raise not_known(call.name)

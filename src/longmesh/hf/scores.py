@@ -8,30 +8,62 @@ remembers how it was scaled and masked; the product with the values is attention
     torch.matmul(scores.softmax(-1), v)                   the engine
 
 What may be done with scores is in score_ops.py. Anything else is an error, never a guess.
+
+Without this, masks (written_masks.py) and biases (alibi.py) the model sweep refuses 13 families
+more: bloom, codegen, falcon, gpt_neo, gpt_neox_japanese, gptj, megatron-bert, mpt, mvp, openai-gpt, rembert, trocr and
+xglm. Falcon and MPT are why it stays: both are of 2023, and fine-tuned still.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from longmesh.attention import masks
-from longmesh.hf.interface import token_by_token
-from longmesh.hf.open_batch import current_batch, current_inspection
 from longmesh.hf.score_ops import OPS, Attention, Call, CutBias
-from longmesh.hf.written_masks import not_known, num_tokens
+from longmesh.hf.state import NestedState, OutsideState, PlainState, current, set_state
+from longmesh.hf.written_masks import not_known
 
-_on: ContextVar[bool] = ContextVar("longmesh_hf_scores", default=False)
+
+class WrittenState(NestedState):
+    """A layer runs that multiplies queries and keys by itself: such a product is a Scores."""
+
+    def __init__(self, outer: OutsideState, layer: nn.Module) -> None:
+        super().__init__(outer)
+        self.layer = layer
+
+    def product(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not _multiplies_tokens(args, kwargs):
+            return func(*args, **kwargs)
+        return _of_sum(*args, **kwargs) if len(args) == 3 else Scores.of_product(*args)
 
 
-def set_recognised(on: bool) -> None:
-    """Whether products of queries and keys are Scores from now on."""
-    _on.set(on)
+def recognise_scores(module: nn.Module) -> Callable[[], None]:
+    """Let a layer's products of queries and keys be Scores. Returns what undoes it."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        state = current()
+        if not isinstance(state, PlainState):  # a layer that sees all tokens attends as in one process
+            set_state(WrittenState(state, module))
+
+    def after(module: nn.Module, args: Any, output: Any = None) -> None:
+        state = current()
+        if isinstance(state, WrittenState) and state.layer is module:
+            set_state(state.outer)
+
+    handles = (
+        module.register_forward_pre_hook(before),
+        module.register_forward_hook(after, always_call=True),
+    )
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
 
 
 class Scores(torch.Tensor):
@@ -72,69 +104,53 @@ class Scores(torch.Tensor):
     def times(self, v: Tensor) -> Tensor:
         """Probabilities times values: attention over the whole sequence, or of each token while a model is
         inspected."""
-        asked, inspection, batch = self.attention, current_inspection(), current_batch()
+        asked, state = self.attention, current()
         if not asked.is_softmax:
             raise not_known("matmul before softmax")
-        assert batch is not None, "scores are recognised in a scope only"
-        rows = batch.rows if inspection is None else inspection.rows
-        q, k, v4 = (t.reshape(rows, -1, *t.shape[-2:]) for t in (asked.q, asked.k, v))
-        if inspection is not None:
-            out = token_by_token(q, k, v4)
-        else:
-            out = batch.cut.engine_with(asked.mask or masks.full())(
-                q,
-                k,
-                v4,
-                scale=asked.scale,
-                bias=None if asked.bias is None else _for_rows(asked.bias, q),
-                dropout_p=asked.dropout,
-                dropout_seed=batch.cut.common_seed() if asked.dropout else None,
-            )
+        q, k, v4 = (t.reshape(state.rows, -1, *t.shape[-2:]) for t in (asked.q, asked.k, v))
+        out = state.attend_written(asked, q, k, v4)
         return out.reshape(*v.shape[:-2], *out.shape[-2:])
 
 
-def _for_rows(bias: Tensor, q: Tensor) -> Tensor:
-    """(1 or rows, heads, 1, keys)."""
-    return bias.reshape(-1, q.shape[1], *bias.shape[-2:]).to(q.dtype)
-
-
-def _product(func: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of a matrix product of torch: a Scores if it multiplies queries and keys."""
+def _multiply(func: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of a matrix product of torch."""
 
     def multiply(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 2 and not kwargs and isinstance(args[0], Scores):
             return args[0].times(args[1])
-        is_ours = _on.get() and len(args) == 2 and not kwargs and _multiplies_tokens(*args)
-        return Scores.of_product(*args) if is_ours else func(*args, **kwargs)
+        return current().product(func, *args, **kwargs)
 
     return multiply
 
 
-def _added_product(func: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of baddbmm, which adds to beta * bias."""
+def _multiply_and_add(func: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of baddbmm."""
 
-    def multiply(
-        bias: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
-    ) -> Tensor:
-        if not _on.get() or not _multiplies_tokens(batch1, batch2):
-            return func(bias, batch1, batch2, beta=beta, alpha=alpha)
-        scores = Scores.of_product(batch1, batch2, scale=alpha)
-        if isinstance(bias, CutBias) and beta == 1.0:
-            return scores + bias
-        if type(bias) is Tensor and (beta == 0 or not bool(bias.any())):
-            return scores
-        raise not_known("baddbmm")
+    def multiply(bias: Tensor, batch1: Tensor, batch2: Tensor, **factors: float) -> Any:
+        return current().product(func, bias, batch1, batch2, **factors)
 
     return multiply
 
 
-def _multiplies_tokens(a: Tensor, b: Tensor) -> bool:
-    tokens = num_tokens()
+def _of_sum(bias: Tensor, q: Tensor, keys: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """baddbmm, which adds to beta * bias."""
+    scores = Scores.of_product(q, keys, scale=alpha)
+    if isinstance(bias, CutBias) and beta == 1.0:
+        return scores + bias
+    if type(bias) is Tensor and (beta == 0 or not bool(bias.any())):
+        return scores
+    raise not_known("baddbmm")
+
+
+def _multiplies_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if len(args) < 2 or (len(args) == 2 and kwargs):
+        return False
+    a, b, tokens = args[-2], args[-1], current().num_tokens
     return a.ndim >= 3 and a.ndim == b.ndim and a.shape[-2] == tokens and b.shape[-1] == tokens
 
 
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
 HANDLERS = {
-    **{func: _product(func) for func in _PRODUCTS},
-    **{func: _added_product(func) for func in (torch.baddbmm, Tensor.baddbmm)},
+    **{func: _multiply(func) for func in _PRODUCTS},
+    **{func: _multiply_and_add(func) for func in (torch.baddbmm, Tensor.baddbmm)},
 }

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.cache import PagePool
 from longmesh.errors import LongmeshError
-from longmesh.hf.cached_attention import CachedLength
+from longmesh.hf.cached_attention import CachedLength, CachedState
 from longmesh.hf.cached_batch import CachedBatch
 from longmesh.hf.cached_keys import link_layer
 from longmesh.hf.prefill import prefill
@@ -73,7 +73,7 @@ class ShardedLayer(CacheLayerMixin):
         assert batch.step is not None
         batch.step.write(self._index, batch.pack(key_states), batch.pack(value_states))
         batch.updated.add(self._index)
-        return link_layer(batch, self._index)
+        return link_layer(batch, self._index, CachedState())
 
     def get_seq_length(self) -> int:
         """Of the padded rows."""

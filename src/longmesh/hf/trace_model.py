@@ -22,13 +22,14 @@ from longmesh.comm.groups import AxisGroup
 from longmesh.comm.record import CommEvent, CommObserver, observe_comm
 from longmesh.hf.adaptation import Adaptation
 from longmesh.hf.causal_head import tiled_loss
+from longmesh.hf.cut import CutState
 from longmesh.hf.interface import register
 from longmesh.hf.layer_kinds import Kinds, copy_config, find_kinds, keep_one_of_each
 from longmesh.hf.mixers.bind import is_mixer
-from longmesh.hf.model_hooks import adaptation_of
 from longmesh.hf.planning import planning
 from longmesh.hf.scope import context_parallel
 from longmesh.hf.small_config import small_config
+from longmesh.hf.state import current
 from longmesh.step.record import Place, Recorder, mark_module
 from longmesh.step.summarize import SectionFacts, summarize
 from longmesh.step.trace import ModelTrace
@@ -59,11 +60,9 @@ def inspect_small(config: Any, ranks: int) -> Adaptation:
     batch = make_batch(16 * ranks)
     with context_parallel(mesh, batch, model=model) as part, torch.no_grad(), quiet_warnings():
         model(**part, use_cache=False)
-        from longmesh.hf.open_batch import current_batch
-
-        here = current_batch()
-        assert here is not None
-        found.append(adaptation_of(model, here, False))
+        state = current()
+        assert isinstance(state, CutState), "the scope is open"
+        found.append(state.adaptation_of(model))
     return found[0]
 
 

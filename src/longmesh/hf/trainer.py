@@ -32,10 +32,11 @@ from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, axis_size, sum_over, use_mesh
 from longmesh.hf.causal_head import tiled_loss
+from longmesh.hf.gather import as_whole
 from longmesh.hf.loop import plain_model, set_attention
-from longmesh.hf.open_batch import as_whole, current_batch
 from longmesh.hf.private import TrainerHooks, shifts_labels
 from longmesh.hf.scope import context_parallel
+from longmesh.hf.state import current
 from longmesh.hf.trainer_arguments import refuse_arguments
 from longmesh.hf.whole_batch import scope_arguments
 from longmesh.plan import Cluster
@@ -244,7 +245,7 @@ class Trainer(TrainerHooks, transformers.Trainer):
 
 def whole_outputs(outputs: Any) -> Any:
     """A model's outputs with what has this rank's tokens in dim 1 gathered, in token order. Collective."""
-    cut, batch = current_cut(), current_batch()
+    cut, batch = current_cut(), current().batch
     assert cut is not None and batch is not None, "inside a scope"
 
     def whole(value: Any) -> Any:

@@ -20,10 +20,9 @@ from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.comm import collectives, comm_of
 from longmesh.errors import LongmeshError
 from longmesh.hf.call_checks import has_attention
-from longmesh.hf.interface import NAME
-from longmesh.hf.open_batch import current_batch, current_inspection
-from longmesh.hf.private import implementation_of, with_implementation
+from longmesh.hf.private import NAME, implementation_of, with_implementation
 from longmesh.hf.scope import context_parallel
+from longmesh.hf.state import current
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def _run_cut(
     with context_parallel(mesh, batch, unknown=unknown, model=model) as part, _outputs(model) as outputs:
         loss = model(**part, use_cache=False).loss
         loss.backward()
-        opened = current_batch()
+        opened = current().batch
         assert opened is not None, "the scope is open"
         apart = {
             name: _apart(outputs[name], full, opened.cut.lead)
@@ -171,7 +170,7 @@ def _outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     def keep(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) and output else output
-            if type(first) is Tensor and current_inspection() is None:
+            if type(first) is Tensor and not current().is_rehearsal:
                 found.setdefault(name, first.detach())
 
         return hook

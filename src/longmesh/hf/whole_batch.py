@@ -12,9 +12,9 @@ from torch import Tensor
 from longmesh.attention import masks
 from longmesh.errors import LongmeshError
 from longmesh.hf.batch_mask import document_lengths, visible
-from longmesh.hf.cut_at_decoder import features_of
-from longmesh.hf.token_blocks import NAMES
 
+NAMES = ("token_type_ids", "mm_token_type_ids")
+_OF_TOKENS = ("inputs_embeds", "attention_mask", "labels")
 CUT = ("input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", *NAMES)
 _INSTEAD = {
     "shift_labels": "; give labels, which are shifted before the cut",
@@ -127,6 +127,15 @@ def scope_arguments(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     rest = {name: value for name, value in batch.items() if name not in _BOUNDS}
     bounds = batch.get("cu_seq_lens_q")
     return rest, {} if bounds is None else {"cu_seqlens": bounds}
+
+
+def features_of(batch: Mapping[str, Any]) -> list[str]:
+    """What a batch gives a model to fuse into its embeddings: floating-point tensors that are not of tokens."""
+    return [
+        name
+        for name, value in batch.items()
+        if name not in _OF_TOKENS and isinstance(value, Tensor) and value.is_floating_point()
+    ]
 
 
 def _refuse_uncut(batch: Mapping[str, Any]) -> None:

@@ -10,20 +10,13 @@ from torch import Tensor
 from longmesh._torch import base_of
 from longmesh.attention import masks
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import current_batch, current_inspection
+from longmesh.hf.state import current
 
 
 def not_known(name: str) -> LongmeshError:
     return LongmeshError(
         f"attention that the model computes by itself does something with its scores that is not known ({name})"
     )
-
-
-def num_tokens() -> int:
-    inspection, batch = current_inspection(), current_batch()
-    if inspection is not None:
-        return inspection.tokens
-    return -1 if batch is None else batch.cut.num_tokens
 
 
 def is_low(number: Any) -> bool:
@@ -35,11 +28,11 @@ def band_of_buffer(shown: Any, name: str) -> masks.Mask:
 
     The whole buffer is asked, not the slice: a window that is longer than this rank's part looks causal there.
     """
-    batch = current_batch()
+    batch = current().batch
     base = base_of(shown) if isinstance(shown, Tensor) else None
     if base is None or batch is None or base.ndim < 2:
         raise not_known(name)
-    length, tokens = batch.length, num_tokens()
+    length, tokens = batch.length, current().num_tokens
     seen = base.reshape(-1, *base.shape[-2:])
     if len(seen) != 1 or min(seen.shape[-2:]) < length or not _is_corner(shown, base, tokens):
         raise not_known(name)

@@ -11,7 +11,8 @@ from longmesh import hf
 from longmesh.attention.mask.band import Band
 from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.errors import LongmeshError
-from longmesh.hf import accelerator, call_checks, gather, interface, loop, loss, scores, token_blocks
+from longmesh.hf import accelerator, call_checks, cut, gather, loop, loss, mask_functions, scores
+from longmesh.hf.state import AttentionRequest, OutsideState
 
 LABELS = torch.tensor([[3, 4, 5]])
 WHOLE = SimpleNamespace(shard=lambda tensor, dim: tensor)  # an engine of one rank
@@ -51,7 +52,13 @@ def gathered(forward: Any) -> Any:
     """A layer without a mask on a plain batch of one rank."""
     cut = SimpleNamespace(lead=WHOLE, num_tokens=5)
     batch: Any = SimpleNamespace(cut=cut, is_packed=False, padding=None, rows=1)
-    return gather._whole(nn.Linear(2, 2).eval(), forward, (), {}, batch)
+    state = gather.GatheredState(OutsideState())
+    return gather.run_whole(batch, state, nn.Linear(2, 2).eval(), forward, (), {})
+
+
+def asked(mask: Any = None, sinks: Any = None) -> AttentionRequest:
+    x = torch.zeros(1, 2, 3, 4)
+    return AttentionRequest(nn.Linear(2, 2), x, x, x, mask, sinks=sinks)
 
 
 def in_model() -> Any:
@@ -61,9 +68,8 @@ def in_model() -> Any:
     return found
 
 
-def blocks(types: torch.Tensor | None) -> Any:
-    cut = SimpleNamespace(mesh=None, lead=WHOLE)
-    return SimpleNamespace(types=types, cut=cut, in_blocks=None)
+def blocks() -> Any:
+    return SimpleNamespace(cut=SimpleNamespace(mesh=None, lead=WHOLE), in_blocks=None)
 
 
 @pytest.mark.parametrize(
@@ -103,21 +109,19 @@ def blocks(types: torch.Tensor | None) -> Any:
             r"Linear does not run on the whole sequence of this batch \(size of tensor",
         ),
         (
-            lambda: interface._by_sdpa(nn.Linear(2, 2), s_aux=torch.zeros(2)),
+            lambda: OutsideState().attend(asked(sinks=torch.zeros(2))),
             "attention sinks outside hf.context_parallel: use attn_implementation='eager' there",
         ),
         (
-            lambda: interface._engine(
-                None, nn.Linear(2, 2), CutMask.of(Band(lo=1, hi=0), 1, 5, "cpu"), True, None
-            ),
+            lambda: cut.engine_for_request(None, asked(CutMask.of(Band(lo=1, hi=0), 1, 5, "cpu"))),
             "Linear has a sliding window of 0 tokens; set sliding_window to 1 or more",
         ),
         (
-            lambda: token_blocks.block_mask(torch.zeros(1, 3), None),
+            lambda: mask_functions.block_rule(torch.zeros(1, 3), None, blocks()),
             "give token_type_ids or mm_token_type_ids in the",
         ),
         (
-            lambda: token_blocks.block_mask(torch.full((1, 3), 7), blocks(torch.tensor([[0, 1, 1]]))),
+            lambda: mask_functions.block_rule(torch.full((1, 3), 7), torch.tensor([[0, 1, 1]]), blocks()),
             "masks by blocks of tokens in a way that is not known; give the mask",
         ),
         (

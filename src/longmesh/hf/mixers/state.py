@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import current_batch, current_inspection, is_whole
+from longmesh.hf.state import current
 from longmesh.recurrent import RecurrentParallel
 
 
@@ -18,11 +18,7 @@ def current_recurrence(*, through_padding: bool = False) -> RecurrentParallel | 
 
     `through_padding`: of a layer that knows no padding, whose state runs through that on the left into the tokens.
     """
-    if current_inspection() is not None:
-        return None
-    batch = current_batch()
-    assert batch is not None, "mixers are bound inside a scope only"
-    return batch.recurrent(whole=is_whole(), through_padding=through_padding)
+    return current().recurrence(through_padding=through_padding)
 
 
 def tokens_alone(value: Tensor, others: Sequence[Tensor]) -> Tensor:

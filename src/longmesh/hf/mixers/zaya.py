@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from longmesh.errors import LongmeshError
 from longmesh.hf.mixers.convolution import causal_conv1d_fn
 from longmesh.hf.mixers.state import current_recurrence, refuse_cache
-from longmesh.hf.open_batch import current_batch
+from longmesh.hf.state import current
 
 
 def project(self: Any, hidden_states: Tensor, past_key_values: Any, conv_mask: Any = None) -> Any:
     """ZayaCCAProjection.forward on this rank's tokens."""
     if past_key_values is not None:
         refuse_cache()
-    batch = current_batch()
+    batch = current().batch
     if self.q_proj.bias is not None and batch is not None and any(batch.left_padding):
         raise LongmeshError(
             "hf.context_parallel: ZAYA with attention_bias lets the projections of padding into the tokens after it; "

@@ -1,6 +1,8 @@
-"""Whether all ranks of a sequence were given the same batch: each would cut another one, and attention would mix them.
+"""What all ranks of a sequence must agree on: the batch, or each would cut another one; and what one rank's tokens
+may not be enough to tell.
 
-Compared at the first scope of a mesh, and at every one on CPUs: elsewhere a comparison may wait for the device.
+Batches are compared at the first scope of a mesh, and at every one on CPUs: elsewhere a comparison may wait for the
+device.
 """
 
 from __future__ import annotations
@@ -60,3 +62,12 @@ def _digest(batch: Mapping[str, Any]) -> tuple[int, float]:
             weights = torch.arange(1, len(flat) + 1, device=flat.device) % 8191 + 1
             number = zlib.crc32(f"{number} {int((flat.long() * weights).sum())}".encode())
     return number, size
+
+
+def true_everywhere(flags: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Which of these, (flags,), are true on all ranks of the mesh. Collective."""
+    if mesh is None:
+        return flags.bool()
+    group = comm_of(mesh).group(tuple(range(mesh.ndim)))
+    found = collectives.all_gather(flags.long()[None], group=group) if group.size > 1 else flags[None]
+    return found.min(0).values > 0

@@ -9,27 +9,42 @@ of one process; each rank's loss depends on its own tokens, so gradients of rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from longmesh.attention import masks
 from longmesh.attention.scope.cut_mask import CutMask
 from longmesh.errors import LongmeshError
-from longmesh.hf.open_batch import OpenBatch, current_inspection, set_fusing
+from longmesh.hf.mask_functions import block_rule, mask_of
+from longmesh.hf.open_batch import OpenBatch
+from longmesh.hf.state import MaskRequest, PlainState, current, set_state
 
-_OF_TOKENS = ("inputs_embeds", "attention_mask", "labels")
 
+class FusingState(PlainState):
+    """What comes before the language model runs on all tokens, inside a CutState."""
 
-def features_of(batch: Mapping[str, Any]) -> list[str]:
-    """What a batch gives a model to fuse into its embeddings: floating-point tensors that are not of tokens."""
-    return [
-        name
-        for name, value in batch.items()
-        if name not in _OF_TOKENS and isinstance(value, Tensor) and value.is_floating_point()
-    ]
+    def mask(self, request: MaskRequest) -> Any:
+        assert self.batch is not None, "features are of a batch"
+        if request.queries != self.batch.length:  # of images
+            return request.by_sdpa()
+        return request.stand_in(mask_of(request.function, self))
+
+    def whole_mask(self, request: MaskRequest) -> Any:
+        return self.mask(request)
+
+    def block_mask(self, local: Tensor) -> masks.Mask:
+        assert self.batch is not None, "features are of a batch"
+        return block_rule(local, self.batch.types, self.batch)
+
+    def positions(self) -> Tensor | None:
+        return None  # a module that sees all tokens counts them right
+
+    def whole_positions(self) -> Tensor | None:
+        return None
 
 
 def cut_at_decoder(model: Any, batch: OpenBatch) -> Callable[[], None]:
@@ -42,16 +57,20 @@ def cut_at_decoder(model: Any, batch: OpenBatch) -> Callable[[], None]:
             "yourself and give inputs_embeds"
         )
     batch.decoder = frozenset(decoder.modules())
-    undo = ExitStack()
+    undo, left = ExitStack(), list[FusingState]()
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if current_inspection() is not None:
+        state = current()
+        if not isinstance(state, FusingState):
             return None
-        set_fusing(False)
-        return (), cut_arguments(module, args, kwargs, batch)
+        part = cut_arguments(module, args, kwargs, batch)
+        left.append(state)
+        set_state(state.outer)
+        return (), part
 
     def leave(*args: Any) -> None:
-        set_fusing(current_inspection() is None)
+        if left:
+            set_state(left.pop())
 
     for handle in (
         decoder.register_forward_pre_hook(enter, with_kwargs=True),
