@@ -21,8 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from longmesh.rules import OpCall, find_rule
+from longmesh.rules.tree import all_tensors
 from longmesh.tensor.op_facts import decomposition_of, functional_form, rule_name, run_on_meta
-from longmesh.tensor.tree import all_tensors
 from support.op_sweep import OPS
 from support.rule_check import calls_of, describe
 
@@ -76,7 +76,7 @@ def lines_of(name: str, kept: frozenset[str]) -> str:
     for func, args, kwargs in calls_of(lambda: op(sample.input, *sample.args, **sample.kwargs)):
         func = functional_form(func) or func
         rule = find_rule(rule_name(func))
-        if rule is None or "out" in kwargs:
+        if rule is None or rule.axis_rules is None or "out" in kwargs:
             takes = all_tensors((args, kwargs))
             cells.setdefault(rule_name(func), _without_lines(func, kept) if takes else "takes no tensor")
             continue
