@@ -1,9 +1,9 @@
-"""Attention on 2 ranks x 1 thread against one process x 2 threads: ratios of times, below 1 is faster.
+"""Time of attention on 2 ranks x 1 thread relative to one process x 2 threads; below 1 is faster.
 
     python benchmarks/attention.py [--row causal --row window] [--shrink 4] [--repeat 3]
 
-8 heads of 64, fp32. Both sides are timed in turn in one run and the minimum of each is compared, since other
-processes share the cores. `--shrink 4` divides every length by 4. "ours" is the slowest rank's time.
+Attention has 8 heads of 64, in fp32. Both sides run alternately, and the shortest time of each counts, because other
+processes share the cores. "ours" is the time of the slowest rank. `--shrink 4` divides every length by 4.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""A save beside the training against one that blocks, and what the guards of the trainer cost a step.
+"""Time of background saves relative to blocking saves, and the cost of the trainer's safety checks.
 
     python benchmarks/checkpoint.py [--mib 400] [--saves 6] [--seq-len 16384]
 
-Two ranks hold the state, half each. `Directory.save` copies into kept memory and a thread writes; `save` returns when
-all is on disk. They take turns; the first of each is told apart, since it makes the memory and the plan, and of the
-others the shortest counts, since other processes share cores and disk. Steps are products of matrices and one
-all-reduce; those beside a save are compared with those before it. The guards are what a train step does to be safe:
-norms of gradients, the flag, reading it a step later and polling the checkpoints. Each is timed in a loop, on the
-trainer's own model, against whole steps; so is the comparison of copies (--check-replicas).
+Two ranks hold half of the state each. `Directory.save` copies the state into host memory, and a thread writes it;
+`save` returns when everything is on disk. The two run alternately. The first save of each is listed separately, because
+it allocates the memory and makes the plan. Of the later saves the shortest counts, because other processes share the
+cores and the disk. A step is a few matrix products and one all-reduce; steps during a save are compared with steps
+before it.
+
+The safety checks (guards) of a train step are the norms of the gradients, a flag for bad numbers, which is read one
+step later, and polling the checkpoints. Each is timed in a loop on the trainer's model, and compared with whole steps.
+So is the comparison of replicas (--check-replicas).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Host cost of ops on DTensors: longmesh against torch's own DTensor, side by side in one process.
+"""Host time of ops on DTensors relative to torch's own DTensor, in one process.
 
     python benchmarks/dispatch.py [--ranks 1 2] [--repeat 7]
 
-Every figure is a ratio ours / torch's of the time per call (lower is better); the two are timed in turn, in short
-bursts, and the smallest of many rounds counts, so a busy machine disturbs both alike. AdamW on plain tensors of the
-same size stands beside it, in place of the built-in one. The last row is no comparison with DTensor: a train step under
-`longmesh.capture` against the same step written by hand, with plain local tensors and torch.distributed's all_reduce.
+Every ratio is our time per call divided by torch's; lower is better. The two run alternately, in short bursts, and the
+shortest of many rounds counts, so a busy machine slows down both. One row runs AdamW on plain tensors of the same size,
+for comparison. The last row does not use torch's DTensor: it compares a train step under `longmesh.capture` with the
+same step written by hand, with plain local tensors and torch.distributed's all_reduce.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Block kernels against what one would write by hand, in one process: ratios of times, below 1 is faster.
+"""Time of block kernels relative to hand-written code, in one process; below 1 is faster.
 
     python benchmarks/kernel.py [--threads 2] [--repeat 5] [--flex] [--only documents]
 
-8 heads of 64, fp32. Each pair is timed alternately and the minimum of each is compared, since other
-processes share the cores; with one thread it is CPU time that is compared, which they disturb less.
-`--flex` also compiles FlexAttention (a minute, needs a C++ compiler).
+Attention has 8 heads of 64, in fp32. The two sides run alternately, and the shortest time of each counts, because other
+processes share the cores. With one thread, CPU time is compared, which other processes affect less. `--flex` also
+compiles FlexAttention, which takes a minute and needs a C++ compiler.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Layouts over packed documents: balance, traffic and planning time, side by side.
+"""Balance, traffic and planning time of layouts for packed documents.
 
     python benchmarks/layout.py [--packs 12]
 
-Documents have heavy-tailed lengths cut at a quarter of the sequence. `area` is the busiest rank over the
-mean; `received` counts keys, values, queries and partial results alike, in bytes, as a share of what a
-full ring's keys and values are; `plan` is the processor time of one cold `plan_attention`, slices
-included, the best of three.
+Document lengths are heavy-tailed, and at most a quarter of the sequence. `area` is the work of the busiest rank divided
+by the mean. `received` is the bytes of all keys, values, queries and partial results that ranks receive, as a share of
+a full ring's keys and values. `plan` is the CPU time of `plan_attention` without a cached plan, the best of three.
 """
 
 import argparse

@@ -1,14 +1,15 @@
-"""Memory and time of long sequences: losses by tiles against all logits, and the longest sequence that trains in 2 GiB.
+"""Memory and time of tiled losses relative to plain ones, and the longest sequence that trains in 2 GiB.
 
     python benchmarks/memory.py --part memory    extra memory of a head and its loss at 32 Ki tokens: 2 minutes
     python benchmarks/memory.py --part time      their time against the plain loss: 1 minute, on a quiet machine
     python benchmarks/memory.py --part longest   the longest sequence of a plain scope, and of one that saves: 2 minutes
 
-Extra memory is the peak of a process beside what it held before the call, each measurement in a process of its own.
-The plain head, which would need 12 GiB, is measured at 4 Ki and 8 Ki tokens; what it needs for all of them follows,
-since it grows by the same amount with each token. Time is by the clock, both sides in turn: the median of ratios. The
-longest sequence is that of a small Llama-like model in a scope of context parallelism on 2 ranks whose extra memory
-stays within 2 GiB each; with tiled MLPs, the tiled loss and checkpoints, four times as many tokens are tried.
+Extra memory is the peak memory of a process minus what it held before the call; each measurement has its own process.
+The plain head would need 12 GiB, so it is measured at 4 Ki and 8 Ki tokens and extrapolated: it grows by the same
+amount with each token. Times are wall-clock times of both sides, run alternately, and the ratio is the median.
+
+The longest sequence is the longest for which a small Llama-like model on 2 ranks needs at most 2 GiB of extra memory
+per rank. With tiled MLPs, the tiled loss and checkpointing, four times as many tokens are tried.
 """
 
 from __future__ import annotations

@@ -70,24 +70,31 @@ HEAD = """# Which transformers models run over a cut sequence
 
 <!-- Made by benchmarks/model_sweep.py; edits are lost. -->
 
-Tiny random models of all causal-LM families of the installed transformers, run in `hf.context_parallel` on 2 and 3
-ranks and compared with eager attention in one process: loss to 1e-5, every gradient to 1e-3. Rows of 37 tokens: plain,
-packed documents (packed), padding on the right (right) and on the left (left).
-`exact`: all of these. `partly`: the kinds that are named are refused, the others exact. `refused`: an error before the
-first step that names the layer. The last column is with `unknown="gather"`, which runs such layers on the whole
-sequence on every rank; on 2 ranks, for the same kinds of rows. `no reference`: for the kinds that are named, one
-process's own eager loss or gradients are not finite, so there is nothing to compare with. A model of another kind, or
-one of yours, is inspected in the same way when it is first called.
+Look up here whether a model family gives the results of one process. For each causal-LM family of the installed
+transformers, a tiny random model ran in `hf.context_parallel` on 2 and 3 ranks, and was compared with eager attention
+in one process: the loss to 1e-5, every gradient to 1e-3. Each model ran on rows of 37 tokens of four kinds: plain,
+packed documents (packed), padding on the right (right) and padding on the left (left). Your own model is
+[inspected](how-to/transformers.md#which-models) when you first call it.
 
-Configurations are chosen so that every mechanism does something on these rows: windows, chunks and blocks are shorter
-than a row, indexers choose fewer keys than are visible, routers choose fewer experts than there are. The sweep checks
-that one process computes other logits without each mechanism. It could not make these do anything:
+| outcome | meaning |
+| --- | --- |
+| `exact` | all four kinds of rows match |
+| `partly` | the kinds that are named raise an error; the rest match |
+| `refused` | an error before the first step names the layer |
+| `no reference` | for the kinds that are named, the loss or gradients of one process are not finite |
+
+The last column is the outcome with `unknown="gather"`, on 2 ranks: layers that cannot be split run on the whole
+sequence on every rank.
+
+The configurations make sure that every mechanism has an effect on these rows. Windows, chunks and blocks are shorter
+than a row, indexers choose fewer keys than are visible, and routers choose fewer experts than there are. The sweep
+checks that the logits of one process change without each mechanism. These mechanisms have no effect:
 
 {idle}
 
 {counts}
 
-Made on {made}. A sweep may take several runs; a row that is not tried anew keeps its last outcome:
+Measured on {made}. A sweep may take several runs; a row that is not measured again keeps its last outcome:
 
 ```sh
 python benchmarks/model_sweep.py --seconds 240
@@ -193,12 +200,12 @@ def page() -> str:
     shown = ("exact", "partly", "refused", "wrong", "failed")
     shown += (NO_REFERENCE,) if NO_REFERENCE in kinds else ()
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in shown)
-    text = f"{len(rows)} families: {counts}; {gathered} are exact with gathering."
+    text = f'{len(rows)} families: {counts}; {gathered} are exact with `unknown="gather"`.'
     plain = [row for row in rows if row[0] not in RECURRENT]
     exact, after = (sum(row[column] == "exact" for row in plain) for column in (1, 3))
-    text += f"\nOf the {len(plain)} without recurrent layers {exact} are exact, and {after} with gathering."
+    text += f'\nOf the {len(plain)} without recurrent layers, {exact} are exact, and {after} with `unknown="gather"`.'
     if left_out:
-        text += f"\n\nNot made small, so not tried: {', '.join(left_out)}."
+        text += f"\n\nNot tried, because there is no tiny configuration: {', '.join(left_out)}."
     table = "".join(f"| {name} | {kind} | {_cell(why)} | {after} |\n" for name, kind, why, after in rows)
     idle = "\n".join(
         f"- {family}: {', '.join(f'`{name}`' for name in sorted(names))}: {why}"

@@ -1,11 +1,12 @@
-"""How many of torch's ops are right on DTensors: every deterministic op of `op_db` that takes float32, on gloo ranks.
+"""Correct ops on DTensors: every deterministic op of `op_db` that takes float32, on gloo ranks.
 
     python benchmarks/op_coverage.py [--mesh 3] [--samples 4] [--seed TEXT] [--grad] [--only PATTERN] [--out FILE]
     python benchmarks/op_coverage.py --only NAME --update
 
-Prints a table and, with --out, writes a line an op for the docs: name, outcome, first difference, the aten ops that ran
-on shards, the date. An op counts as right if every sample is. --update renews the rows of the ops that were run, and
-docs/ops.md. Another seed picks other samples and layouts; --mesh 2 2 lays tensors out on two axes.
+The benchmark prints a table. With --out it also writes one line per op for the docs: name, outcome, first difference,
+the aten ops that ran on shards, and the date. An op counts as right if every sample is right. --update measures some
+ops again, and updates their rows and docs/ops.md. Another --seed picks other samples and layouts. --mesh 2 2 uses a
+mesh of two axes.
 """
 
 from __future__ import annotations

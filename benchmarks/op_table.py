@@ -36,14 +36,22 @@ HEAD = """# Which layouts run without a collective
 
 <!-- Made by benchmarks/op_table.py; edits are lost. -->
 
-One row per op of torch's `op_db`, with the aten ops it calls. A line such as `S(0), R -> S(0)` is for one mesh axis:
-inputs with these placements are not redistributed. All inputs replicated is always valid and not listed. Inputs with
-other placements are redistributed to the cheapest line.
-`steps`: it runs on shards by steps of its own, which send what they need (a small reduction, a halo, a lookup).
-`other ops`: it is made of ops that have lines or steps. `replicated only`: its inputs are gathered first.
-Outcome: a run on 3 gloo ranks in random layouts against plain torch, which also shows which ops ran on shards.
-`refused`: some layouts are an error that says what to do instead. The rows were measured with torch {torch}, the oldest
-on {oldest}. The first command renews all of them, the second some, the third only this page:
+Look up here in which layouts an op runs without communication. There is one row per op of torch's `op_db`, with the
+aten ops that it calls.
+
+A [rule line](glossary.md#plans) such as `S(0), R -> S(0)` is for one mesh axis: inputs with these placements are not
+redistributed. Inputs with other placements are redistributed to the cheapest line. Replicated inputs are always
+valid, so that line is not listed.
+
+| the last column says | meaning |
+| --- | --- |
+| `steps` | the op runs on shards and sends only what it needs: a small reduction, a halo or a lookup |
+| `other ops` | the op is decomposed into ops that have lines or steps |
+| `replicated only` | the inputs are gathered first |
+
+The outcome is that of a run on 3 gloo ranks, in random layouts, against plain torch. `refused` means that some
+layouts raise an error that names the alternative. The rows were measured with torch {torch}, the oldest on {oldest}.
+The first command measures all rows again, the second only some, and the third only writes this page:
 
 ```sh
 python benchmarks/record.py op_coverage

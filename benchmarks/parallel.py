@@ -1,11 +1,11 @@
-"""Module styles against torch's own: host cost, collectives, bytes, and the overlap of a gather with its product.
+"""Module styles and torch's own: host time, collectives, bytes, and overlap of a gather with its product.
 
     python benchmarks/parallel.py [--ranks 2] [--layers 4] [--repeat 5] [--rows 2048]
 
-A stack of transformer blocks under tensor and sequence parallelism, forward and backward, both libraries side by
-side in one run. The host's cost is measured twice: on a process group that sends nothing (`fake`: what Python and
-C++ do around the local ops), and on real ranks over gloo. Sizes are tiny, so that what is timed is not arithmetic.
-Collectives and bytes are counted where both libraries hand them to torch.distributed, with one formula for both.
+Both libraries run a stack of transformer blocks with tensor and sequence parallelism, forward and backward, in one run.
+Host time is measured twice: on a process group that sends nothing (`fake`), which leaves the time of Python and C++
+around the local ops, and on real ranks over gloo. Tensors are tiny, so that arithmetic takes little time. Collectives
+and bytes are counted where the libraries call torch.distributed, with the same formula for both.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Planning for many ranks: processor time and memory of a cold plan and of one rank's route, in a process of its own.
+"""CPU time and memory of planning for many ranks, without cached plans.
 
     python benchmarks/plan_scale.py [--repeat 3]
 
-`causal` is one sequence of 1 Mi tokens cut head-tail, 8 heads of 64; `packed` are the documents of benchmarks/layout.py
-under the layout `solve`, the mean of four packs; `ordered` are the same documents, each rank's tokens in one stretch,
-as recurrent layers need them; `cross` are 1 Mi queries that see 64 Ki other keys (`kv_len`). `plan` is plan_attention,
-`route` what a rank in the middle makes of it; the best of the repetitions. `memory` is the most that the process has
-grown by. `area` is the busiest rank over the mean, `received` the bytes that travel as a share of a full ring's keys
-and values.
+`causal` is one sequence of 1 Mi tokens with a zigzag layout and 8 heads of 64. `packed` are the documents of
+benchmarks/layout.py with the layout `solve`, the mean of four packed rows. `ordered` are the same documents with
+consecutive tokens on each rank, as recurrent layers need them. `cross` are 1 Mi queries that see 64 Ki other keys
+(`kv_len`).
+
+`plan` is the time of plan_attention, and `route` the time in which a rank in the middle turns the plan into its own
+calls; the best of the repetitions. `memory` is the most by which the process has grown. `area` is the work of the
+busiest rank divided by the mean, and `received` the bytes sent as a share of a full ring's keys and values.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Predicted against measured times of attention calls on CPU ranks, over masks, layouts, exchanges and lengths.
+"""Predicted and measured times of attention on CPU ranks, for many masks, layouts, exchanges and lengths.
 
     python benchmarks/predict.py [--ranks 2 4] [--repeat 6] [--results predict.json]
 
-The cluster is measured first, by the same ranks: what `longmesh doctor --save` writes. Each case is a forward and a
-backward, 8 heads of 64 in fp32; all cases run in turn, after one turn to warm up. `measured` is the time from when the
-first rank begins to when the last has ended, in the best of the turns, as the cluster's figures are: what a machine is
-slowed down by for seconds is in neither. `error` is |predicted / measured - 1|. Exchanges are ranked rightly if of two
-whose measured times differ by more than TIE the predicted ones differ the same way. Closer pairs are counted by
-themselves, if every second turn and the turns between order them alike: those the clock still tells apart. The table
-has predicted / measured milliseconds.
+The same ranks first measure the cluster, as `longmesh doctor --save` does. Each case is a forward and a backward pass
+with 8 heads of 64 in fp32. All cases run once to warm up, and then in several rounds. `measured` is the time from the
+start of the first rank to the end of the last, in the best round; the cluster is measured in the same way, so short
+disturbances are in neither. `error` is |predicted / measured - 1|. The table shows predicted / measured milliseconds.
 
-A number of ranks takes less than two minutes. With `--results` a run that is broken off goes on with those that are
-missing there.
+Two exchanges are ranked rightly if their predicted times have the same order as their measured times. Pairs whose
+measured times differ by at most TIE are counted separately, and only if the even and the odd rounds order them alike.
+
+One number of ranks takes less than two minutes. With `--results`, an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Cost per element of random numbers that don't depend on the layout, against torch's own CPU generator.
+"""Time per element of random numbers that don't depend on the layout, relative to torch's CPU generator.
 
     python benchmarks/randomness.py [--elements 4194304] [--rounds 7]
 
-The two are timed in turn in one process, one thread each, and the best of several rounds counts. "columns": a
-rank's part of a matrix that is cut by columns over 8 ranks, so made of many short runs of elements.
+The two run alternately in one process, with one thread each, and the best of several rounds counts. "columns" is the
+part of one rank of a matrix that is sharded by columns over 8 ranks, so it consists of many short runs of elements.
 """
 
 from __future__ import annotations

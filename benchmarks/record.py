@@ -51,8 +51,9 @@ HEAD = """# Benchmarks
 
 <!-- Made by benchmarks/record.py from benchmarks/results; edits are lost. -->
 
-Each compares side by side in one run, so ratios mean something and absolute times belong to the machine. What was
-printed is shown as it was, with the command that made it. `make bench` runs them all.
+Look up here how fast longmesh is, and how it was measured. Each benchmark runs both sides in one run, so compare the
+ratios; absolute times depend on the machine. The output is shown as printed, below the command that produced it.
+`make bench` runs all benchmarks.
 """
 
 

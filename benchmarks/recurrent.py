@@ -1,14 +1,15 @@
-"""Recurrent layers: 2 ranks x 1 thread against the same kernels in one process x 2 threads, and other figures.
+"""Time of recurrent layers on 2 ranks x 1 thread relative to one process x 2 threads, and other figures.
 
     python benchmarks/recurrent.py [--tokens 16384] [--repeat 3] [--part kernels hybrid growth]
 
-`ratio` is the median over repetitions of forward + backward, both sides in turn. `error` is that of fp32 on 1 rank and
-on 8 against fp64, the worst output over the largest. The gated delta rule is also compared with transformers' own torch
-path, whose backward grows with the square. `hybrid` is a train step of 3 layers of the gated delta rule with their
-convolutions to 1 of attention, on a quarter of the tokens. `growth` is the time of one process for a token of 64 Ki
-over that for one of 4 Ki: 1 means that time grows with the length and no more. It is measured with memory that is kept
-between calls, as jemalloc or a device keeps it: glibc makes every tensor of 32 MiB and more of new pages, at about 2 us
-a page.
+`ratio` compares forward + backward; both sides run alternately, and it is the median over repetitions. `error` is the
+largest error of fp32 on 1 and on 8 ranks against fp64, divided by the largest output. The gated delta rule is also
+compared with transformers' own torch path, whose backward takes quadratic time.
+
+`hybrid` is a train step of 3 gated delta layers with their convolutions and 1 attention layer, on a quarter of the
+tokens. `growth` is the time per token at 64 Ki tokens divided by that at 4 Ki, in one process: 1 means linear time. It
+is measured with an allocator that keeps memory between calls, like jemalloc or a GPU's. (glibc maps new pages for every
+tensor of 32 MiB or more, at about 2 us per page.)
 """
 
 from __future__ import annotations

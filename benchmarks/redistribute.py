@@ -1,11 +1,11 @@
-"""Redistribution against torch's DTensor over all pairs of layouts: bytes, collectives, time.
+"""Bytes, collectives and time of redistributions, relative to torch's DTensor, for all pairs of layouts.
 
     python benchmarks/redistribute.py            # the byte table (pure), planning time, and time on 4 ranks
     python benchmarks/redistribute.py --bytes    # the byte table alone
 
-Bytes are what all ranks send together. torch's are counted from the collectives it issues for the same pair
-on a fake process group, on one rank, times the ranks, since it pads all shards to one size (all_gather: n-1
-shards, reduce_scatter: (n-1)/n of its input, all_reduce twice that, all_to_all: (n-1)/n).
+Bytes are the sum over all ranks. torch's bytes are computed from the collectives that one rank issues for the same pair
+on a fake process group, times the number of ranks, because torch pads all shards to one size. The formulas are:
+all_gather n-1 shards, reduce_scatter (n-1)/n of its input, all_reduce twice that, all_to_all (n-1)/n.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Pages for a made-up package: from nothing, once more with nothing changed, and with one file changed.
+"""Time to make the pages of a generated package: all pages, nothing changed, one file changed.
 
     python benchmarks/repodocs.py [--files 500]
 
-Each file has a class, ten functions of ten lines and imports of five others. Seconds are processor time: the program
-has one thread, and other programs may be running. 500 files from nothing take less than 10, or the benchmark fails.
+Each file has a class, ten functions of ten lines, and imports of five other files. Seconds are CPU time, because the
+program has one thread and other programs may be running. The benchmark fails if 500 files take 10 s or more.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Serving over a sharded KV cache: 2 ranks x 1 thread against one process x 2 threads, and what a step costs.
+"""Time of serving with a sharded KV cache on 2 ranks x 1 thread relative to one process x 2 threads.
 
     python benchmarks/serve.py [--part books|schemes|attention|generate|prefill] [--keys 32768] [--repeat 5]
 
-Ratios are medians over repetitions, both sides in turn. `books` is arithmetic alone: planning, balance of a mixed trace
-of 200 requests, pages. `schemes` is bytes and collectives. `generate` and `prefill` are a Llama of 4 layers, 8 heads
-of 64. Each part takes less than four minutes.
+Ratios are medians over repetitions; both sides run alternately. `books` is bookkeeping alone: planning, pages, and the
+balance of a mixed trace of 200 requests. `schemes` are the bytes and collectives of a step. `generate` and `prefill`
+run a Llama with 4 layers and 8 heads of 64. Each part takes less than four minutes.
 """
 
 from __future__ import annotations

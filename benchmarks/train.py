@@ -1,15 +1,17 @@
-"""The trainer on 2 ranks x 1 thread against the same model in one process x 2 threads: tokens a second.
+"""Tokens per second of the trainer on 2 ranks x 1 thread relative to one process x 2 threads.
 
     python benchmarks/train.py [--seq-len 16384] [--steps 3] [--dim 128] [--layers 2] [--heads 4] [--kv-heads 2]
 
-One process uses torch's own attention, document by document, and none of ours. Both sides run the same steps in turn,
-and the ratio is the median over steps, since sequences differ and other processes share the cores; planning is in it.
-The share outside the model's kernels is what a rank's step takes beside the aten ops of forward and backward on its
-main thread: planning, Python, waiting for others, the optimizer; the median over as many steps. Where other processes
-share the cores, a rank waits for one that they hold up; the processor time of the ranks tells how even the work is.
-The guards are what the trainer does beside a step for a run to survive: asking whether to stop, comparing the ranks'
-times, and the watchdog's looks; their share of a step is by processor time, over many calls, the watchdog's as what it
-adds to that of a rank that does nothing.
+The one process uses torch's own attention, document by document, and nothing of ours. Both sides run the same steps
+alternately, and the ratio is the median over steps, because sequences differ and other processes share the cores.
+Planning is included.
+
+The share outside the model's kernels is the part of a rank's step that is not spent in aten ops of forward and backward
+on its main thread: planning, Python, waiting and the optimizer. It is the median over steps. If other processes share
+the cores, a rank also waits for ranks that they slow down; the CPU time of the ranks shows how even the work is.
+
+The guards keep a run safe: asking whether to stop, comparing the ranks' times, and the watchdog. Their share of a step
+is measured in CPU time over many calls; the watchdog's is what it adds to an idle rank.
 """
 
 from __future__ import annotations
