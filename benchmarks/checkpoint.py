@@ -32,14 +32,12 @@ from rich.table import Table
 from longmesh import DTensor, Shard
 from longmesh.checkpoint import Directory, save
 from longmesh.testing import RankPool, cpu_mesh
-from longmesh.train.bad_numbers import StepNumbers, agree_on_bad, gradient_norms
 from longmesh.train.data import Corpus
-from longmesh.train.ledger import Ledger
 from longmesh.train.loop import build, run_step
+from longmesh.train.number_checks import StepNumbers, agree_on_bad, check_replicas, gradient_norms
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import Engines, slice_mesh
-from longmesh.train.progress import say_nothing
-from longmesh.train.replicas import check_replicas
+from longmesh.train.progress import StepJournal, say_nothing
 
 NUM_TENSORS = 64
 STEPS_BESIDE = 10
@@ -127,7 +125,7 @@ def measure_guards(path: str, seq_len: int) -> Guards:
         parameter.grad = torch.randn_like(parameter)
     norms, loss = gradient_norms(model), torch.tensor(1.0)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    directory, ledger = Directory(Path(path, "guards")), Ledger(model, [], [], say_nothing)
+    directory, ledger = Directory(Path(path, "guards")), StepJournal(model, [], [], say_nothing)
     numbers = StepNumbers(loss, torch.zeros(()), norms)
     dist.barrier()
     return Guards(

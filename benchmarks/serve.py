@@ -24,10 +24,11 @@ from serve_generate import generate_rows, prefill_rows
 from serve_schemes import Row, scheme_rows
 
 from longmesh.cache import PagePool
-from longmesh.cache.book import Book
-from longmesh.cache.plan import StepPlan
+from longmesh.cache.bookkeeping import Book
+from longmesh.cache.plan import CacheStep
 from longmesh.comm import record_comm
 from longmesh.comm.agree import check_every_call
+from longmesh.plan import named_cluster
 from longmesh.testing import RankPool, cpu_mesh
 
 SHAPES = ((8, 8, 64, "<= 1.10, stretch 1.0"), (32, 8, 128, "<= 0.5, stretch 0.38"))
@@ -59,7 +60,7 @@ def planning_us() -> float:
     for _ in range(300):
         start = time.perf_counter()
         book.extend(entries)
-        plan = StepPlan(entries, 8)
+        plan = CacheStep.of(entries, 8, named_cluster("cpu"))
         plan.writes(0)
         shares = plan.shares(None)
         shares.keys(0)

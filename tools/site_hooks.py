@@ -29,7 +29,8 @@ log = logging.getLogger("mkdocs.hooks.site")  # what it warns of, mkdocs counts
 
 def on_config(config: Any) -> None:
     """mkdocs calls this once its settings are read, before it looks for pages."""
-    make_file_pages(Path(config.config_file_path).parent, Path(config.docs_dir, "files"))
+    if "files/" in str(config.nav):
+        make_file_pages(Path(__file__).resolve().parents[1], Path(config.docs_dir, "files"))
 
 
 @functools.cache  # `mkdocs serve` reads its settings again and again

@@ -61,7 +61,7 @@ class CheckpointError(LongmeshError):
 class NumbersError(RuntimeError):
     """Numbers that are no longer right: not finite again and again, or copies of a parameter that differ.
 
-    >>> from longmesh.train.replicas import describe_drift
+    >>> from longmesh.train.number_checks import describe_drift
     >>> raise NumbersError(describe_drift("w", 7, [0, 1, 2], [5, 6, 5], ["a", "b", "c"]))
     Traceback (most recent call last):
         ...

@@ -5,10 +5,11 @@ import torch
 
 from longmesh.cache import PagePool
 from longmesh.cache.chunk import attend_chunk
-from longmesh.cache.decode import attend_pieces, merge_stacked
-from longmesh.cache.plan import StepPlan
+from longmesh.cache.local import attend_pieces, merge_stacked
+from longmesh.cache.plan import CacheStep
 from longmesh.comm import record_comm
 from longmesh.comm.agree import check_every_call
+from longmesh.plan import named_cluster
 from longmesh.testing import cpu_mesh
 from support.cache_reference import Dense
 from support.cached_tokens import tokens_alone, tokens_over_ranks
@@ -90,7 +91,7 @@ def test_log_sums_are_natural_logarithms():
     wanted = scores.logsumexp(1)
     _, lse = attend_pieces(q[-1:], pieces, lambda first, count: None, 0.25, None)
     torch.testing.assert_close(lse[:, 0], wanted[-1:])
-    (keys,) = StepPlan([(sequence, 32)], 1).shares(None).keys(0)
+    (keys,) = CacheStep.of([(sequence, 32)], 1, named_cluster("cpu")).shares(None).keys(0)
     _, lse = attend_chunk(q, k.transpose(0, 1), v.transpose(0, 1), keys, None, 0.25, None)
     torch.testing.assert_close(lse[:, 0], wanted)
 

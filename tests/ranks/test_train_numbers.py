@@ -13,13 +13,12 @@ from longmesh import DTensor
 from longmesh.errors import NumbersError
 from longmesh.testing import cpu_mesh
 from longmesh.train import loop
-from longmesh.train.bad_numbers import StepNumbers
 from longmesh.train.data import Corpus
 from longmesh.train.loop import train
+from longmesh.train.number_checks import StepNumbers, describe_drift, sum_bits
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import slice_mesh
 from longmesh.train.progress import say_nothing
-from longmesh.train.replicas import describe_drift, sum_bits
 from longmesh.train.state import load_state, open_checkpoints
 
 SIZES = {"seq_len": 67, "batch": 2, "dim": 16, "layers": 1, "heads": 4, "kv_heads": 2}
@@ -229,7 +228,7 @@ def test_texts_of_drift():
 
 def test_a_sum_that_overflows_is_told():
     """Each rank's gradient is finite and their sum is not."""
-    from longmesh.train.bad_numbers import BadSteps
+    from longmesh.train.number_checks import BadSteps
 
     numbers = StepNumbers(torch.tensor(1.0), torch.tensor(1.0), torch.tensor([1e38, 2.0]))
     line = BadSteps(["a", "b"]).read(4, numbers)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from longmesh.checkpoint import keeping
+from longmesh.checkpoint import directory
 from longmesh.checkpoint.directory_reader import find_damage
 from longmesh.checkpoint.generations import generation_path, list_steps
 from longmesh.testing import RankError, RankPool, cpu_mesh
@@ -34,8 +34,8 @@ POINTS = {
     "forward": (loop, "cut_cross_entropy"),
     "collective": (loop, "sum_gradients"),
     "save": (loop, "save_state"),
-    "write": (keeping, "write_part"),
-    "commit": (keeping, "commit"),
+    "write": (directory, "write_part"),
+    "commit": (directory, "commit"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longmesh.cache.book import is_whole
+from longmesh.cache.bookkeeping import is_whole
 from longmesh.errors import LongmeshError
 
 if TYPE_CHECKING:

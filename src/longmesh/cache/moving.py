@@ -17,7 +17,7 @@ from longmesh.cache.placement import Placement
 from longmesh.cache.sequence import Sequence
 
 if TYPE_CHECKING:
-    from longmesh.cache.book import Book
+    from longmesh.cache.bookkeeping import Book
 
 Place = tuple[int, int]  # a rank and a page of it
 Moved = dict[

@@ -10,6 +10,7 @@ takes part in a sequence follows from global lengths, never from what it holds.
 from __future__ import annotations
 
 from collections.abc import Sequence as Listed
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
 from operator import sub
@@ -19,6 +20,8 @@ import numpy as np
 
 from longmesh.cache.placement import Span
 from longmesh.cache.sequence import Sequence
+from longmesh.comm.collectives import range_split
+from longmesh.plan import Cluster
 
 
 class Entry(NamedTuple):
@@ -55,20 +58,36 @@ class Keys(NamedTuple):
 _entry, _keys = partial(tuple.__new__, Entry), partial(tuple.__new__, Keys)
 
 
-class StepPlan:
-    """The rows of a step in order of its entries, and for each kind of mask who takes part."""
+def heads_of(num_heads: int, num_ranks: int) -> list[int]:
+    """How many heads each rank merges, the first ones first."""
+    return [len(part) for part in range_split(num_heads, num_ranks)]
 
-    def __init__(self, sequences: Listed[tuple[Sequence, int]], num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self.sequences = held = [sequence for sequence, _ in sequences]
-        self.counts = [count for _, count in sequences]
-        self.stops = [sequence.length for sequence in held]  # the new tokens are in them
-        ends = list(accumulate(self.counts))
-        starts = map(sub, self.stops, self.counts)
-        rows = map(sub, ends, self.counts)
-        self.entries: list[Entry] = list(map(_entry, zip(held, rows, starts, self.counts, strict=True)))
-        self.num_rows = ends[-1] if ends else 0
-        self._shares: dict[int | None, Shares] = {}
+
+@dataclass(frozen=True, eq=False)
+class CacheStep:
+    """The rows of a step in order of its entries, for each kind of mask who takes part, and how results are merged."""
+
+    num_ranks: int
+    cluster: Cluster
+    sequences: list[Sequence]
+    counts: list[int]
+    stops: list[int]  # of the sequences, the new tokens included
+    entries: list[Entry]
+    num_rows: int
+    _shares: dict[int | None, Shares] = field(
+        default_factory=dict, repr=False
+    )  # by window, as they are asked for
+
+    @staticmethod
+    def of(sequences: Listed[tuple[Sequence, int]], num_ranks: int, cluster: Cluster) -> CacheStep:
+        """The plan of new tokens, which are in their sequences already; `cluster` decides how results are merged."""
+        held = [sequence for sequence, _ in sequences]
+        counts = [count for _, count in sequences]
+        stops = [sequence.length for sequence in held]
+        ends = list(accumulate(counts))
+        starts, rows = map(sub, stops, counts), map(sub, ends, counts)
+        entries: list[Entry] = list(map(_entry, zip(held, rows, starts, counts, strict=True)))
+        return CacheStep(num_ranks, cluster, held, counts, stops, entries, ends[-1] if ends else 0)
 
     def writes(self, rank: int) -> list[Write]:
         """Where a rank puts which new tokens."""
@@ -100,7 +119,7 @@ class StepPlan:
 class Shares:
     """For one kind of mask: which rank has keys for which entries."""
 
-    def __init__(self, plan: StepPlan, window: int | None) -> None:
+    def __init__(self, plan: CacheStep, window: int | None) -> None:
         self.plan, self.window = plan, window
         held = plan.sequences
         self._hidden = [i for i, sequence in enumerate(held) if sequence.hidden]
@@ -114,6 +133,7 @@ class Shares:
         self._page = held[0].placement.page if held else 1
         self._widths = np.array([len(sequence.tables) for sequence in held], dtype=np.int64)
         self.takes_part = self._find_parts()
+        self._by_heads: dict[tuple[int, int, tuple[int, int]], bool] = {}
 
     def _find_parts(self) -> np.ndarray:
         """(ranks, entries): whether a rank holds a key that some query of the entry sees."""
@@ -158,6 +178,29 @@ class Shares:
             if number in self._hidden:
                 spans[i] = self._spans(number, slots[i])
         return list(map(_keys, zip([entries[i] for i in numbers], slots, spans, strict=True)))
+
+    def merges_by_heads(self, num_heads: int, v_head_dim: int, sizes: tuple[int, int]) -> bool:
+        """Whether two collectives, by heads, take less time than one.
+
+        `sizes`: bytes of an element, of partial results and of results.
+        """
+        key = num_heads, v_head_dim, sizes
+        if key not in self._by_heads:
+            self._by_heads[key] = self.plan.num_ranks > 1 and self._is_cheaper(*key)
+        return self._by_heads[key]
+
+    def _is_cheaper(self, num_heads: int, v_head_dim: int, sizes: tuple[int, int]) -> bool:
+        ranks, (wide, narrow) = self.plan.num_ranks, sizes
+        part = (v_head_dim + 1) * wide
+        rows, most = sum(self.num_rows), max(heads_of(num_heads, ranks))
+        one = (rows - min(self.num_rows)) * num_heads * part
+        first = (rows - min(self.num_rows)) * most * part
+        second = self.plan.num_rows * (num_heads - num_heads // ranks) * v_head_dim * narrow
+
+        def time_us(collective: str, num_bytes: int) -> float:
+            return self.plan.cluster.collective_us(collective, (ranks,), (0,), num_bytes)
+
+        return time_us("all_to_all", first) + time_us("all_gather", second) < time_us("all_gather", one)
 
     @cached_property
     def num_rows(self) -> list[int]:

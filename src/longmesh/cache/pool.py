@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.cache.balance import width_by_cost
-from longmesh.cache.book import Book, check_sizes, is_whole
+from longmesh.cache.bookkeeping import Book, check_sizes, is_whole
 from longmesh.cache.check import digest_of
 from longmesh.cache.member import Member
 from longmesh.cache.prefix import PrefixIndex
-from longmesh.cache.rebalance import rebalance
+from longmesh.cache.rebalance import rebalance, width_by_cost
 from longmesh.cache.remesh import move_pool
 from longmesh.cache.sequence import Sequence
 from longmesh.cache.step import Step

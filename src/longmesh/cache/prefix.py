@@ -11,7 +11,7 @@ from collections.abc import Sequence as Listed
 
 import numpy as np
 
-from longmesh.cache.book import Book
+from longmesh.cache.bookkeeping import Book
 from longmesh.cache.moving import Moved
 from longmesh.cache.placement import Placement
 from longmesh.cache.sequence import GONE, Sequence

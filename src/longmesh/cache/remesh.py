@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from longmesh.cache.book import Book
-from longmesh.cache.ledger import Ledger
+from longmesh.cache.bookkeeping import Book, FreePages
 from longmesh.cache.member import Member
 from longmesh.cache.moving import Place, Transfer, families, places_of
 from longmesh.cache.placement import Placement
+from longmesh.cache.rebalance import send_pages
 from longmesh.cache.store import PageStore, Shape
-from longmesh.cache.transfer import send_pages
 from longmesh.comm import AxisGroup, collectives
 from longmesh.comm.agree import agree
 from longmesh.errors import LongmeshError
@@ -49,7 +48,7 @@ class _Signature(NamedTuple):
 class Remesh(NamedTuple):
     """A move that is planned: new ledgers, each sequence's placement by its name, and where each page goes."""
 
-    ledgers: list[Ledger]
+    ledgers: list[FreePages]
     placements: dict[int, Placement]
     pages: dict[Place, Place]
 

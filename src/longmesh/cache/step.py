@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longmesh.cache.book import is_whole
-from longmesh.cache.by_heads import is_cheaper, merge_by_heads, sent_bytes
+from longmesh.cache.bookkeeping import is_whole
 from longmesh.cache.check import (
     Signature,
     check_attend,
@@ -32,10 +31,17 @@ from longmesh.cache.check import (
     refuse_differences,
     signature_of,
 )
-from longmesh.cache.cut import gather_queries, owned_rows, send_home
-from longmesh.cache.gather import gather_partials, sent_elements
 from longmesh.cache.local import Paged, Scores, Source, attend_locally
-from longmesh.cache.plan import Shares, StepPlan, Write
+from longmesh.cache.merge_results import (
+    gather_partials,
+    gather_queries,
+    merge_by_heads,
+    owned_rows,
+    send_home,
+    sent_bytes,
+    sent_elements,
+)
+from longmesh.cache.plan import CacheStep, Write
 from longmesh.cache.sequence import Sequence
 from longmesh.comm.agree import agree, checks_every_call
 from longmesh.errors import LongmeshError
@@ -64,7 +70,7 @@ class Step:
 
     def __init__(self, pool: PagePool, entries: Listed[tuple[Sequence, int]], *, cut: bool) -> None:
         self._pool, self.is_cut = pool, cut
-        self.plan = StepPlan(entries, pool.num_ranks)
+        self.plan = CacheStep.of(entries, pool.num_ranks, pool.cluster)
         self._writes = self.plan.writes(pool.rank)
         self._owned = owned_rows(self.plan) if cut else []
         if cut:
@@ -77,7 +83,6 @@ class Step:
         self._is_checked = cut
         self._digest = 0
         self._written: set[int] = set()
-        self._by_heads: dict[tuple[int | None, int, int, tuple[int, int]], bool] = {}
         self.is_open = True
 
     @property
@@ -191,7 +196,7 @@ class Step:
             mine = attend_locally(q, width, source, shares, pool.rank, scores)
             notes = [] if self._is_checked else [self._digest, pool.random_state()]
             sizes = mine.element_size(), q.element_size()
-            if pool.group is not None and self._is_by_heads(shares, q.shape[1], width, sizes):
+            if pool.group is not None and shares.merges_by_heads(q.shape[1], width, sizes):
                 out, told = merge_by_heads(mine, shares, notes, sinks, q.dtype, pool.group)
                 sinks, lse = None, None
             else:
@@ -211,16 +216,9 @@ class Step:
         size, shares, rank = 8 if dtype == torch.float64 else 4, self.plan.shares(window), self._pool.rank
         notes = 0 if self._is_checked else _NOTES * 8 // size
         sizes = size, dtype.itemsize
-        if self._is_by_heads(shares, num_heads, v_head_dim, sizes):
+        if shares.merges_by_heads(num_heads, v_head_dim, sizes):
             return sent_bytes(shares, rank, num_heads, v_head_dim, sizes, notes)
         return sent_elements(shares, rank, num_heads * (v_head_dim + 1), notes) * size
-
-    def _is_by_heads(self, shares: Shares, num_heads: int, v_head_dim: int, sizes: tuple[int, int]) -> bool:
-        """Whether results are merged in two collectives."""
-        key = shares.window, num_heads, v_head_dim, sizes
-        if key not in self._by_heads:
-            self._by_heads[key] = is_cheaper(shares, num_heads, v_head_dim, sizes, self._pool.cluster)
-        return self._by_heads[key]
 
     def commit(self, accepted: Listed[int] | None = None) -> None:
         """End the step: of each entry's new tokens the first so many stay (None: all). Local."""

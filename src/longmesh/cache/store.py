@@ -6,10 +6,17 @@ Shapes: G key heads, K local tokens, S tokens of a page, D head dim of keys, E o
 
 Pages in a row lie in a row within each head, so that a run of pages is one matrix per head, as products want it, and
 is read where it lies. Memory is taken in slabs: one when the pool is made, more only if it grows.
+
+Zeroed memory for pages, in the system's large pages where it has them.
+
+A step reads all keys of a sequence once. With memory pages of 4 KiB much of that time is spent on looking up where
+they are; Linux gives large ones (2 MiB) to memory that asks for them.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,10 +24,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longmesh.cache.memory import zeros
 from longmesh.cache.placement import Span
 from longmesh.cache.plan import Write
 from longmesh.cache.sequence import GONE
+
+_LARGE = 2 << 20
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A tensor of zeros. On a CPU memory is taken as it is written."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
+    if torch.device(device).type != "cpu" or advice is None or num_bytes < _LARGE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes + _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(advice)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory as long as it lives
+    start = -whole.data_ptr() % _LARGE
+    return whole[start : start + num_bytes].view(dtype).view(shape)
+
 
 _SPANS = 8  # more writes than these, of fewer tokens than these each, are one indexed write
 

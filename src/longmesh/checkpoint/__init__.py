@@ -18,7 +18,7 @@ from longmesh.checkpoint.lock import DirectoryLock
 
 if TYPE_CHECKING:
     from longmesh.checkpoint.api import load, load_safetensors, save, save_safetensors
-    from longmesh.checkpoint.keeping import Directory
+    from longmesh.checkpoint.directory import Directory
 
 __all__ = ["Directory", "DirectoryLock", "load", "load_safetensors", "save", "save_safetensors"]
 
@@ -27,5 +27,5 @@ def __getattr__(name: str) -> Any:
     # torch.distributed.checkpoint takes most of a second to import: not in a launcher, which only lists directories.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "keeping" if name == "Directory" else "api"
+    module = "directory" if name == "Directory" else "api"
     return getattr(importlib.import_module(f"longmesh.checkpoint.{module}"), name)

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from longmesh.checkpoint.directory_reader import DirectoryReader
 from longmesh.checkpoint.directory_writer import DirectoryWriter
+from longmesh.checkpoint.disk import readable_path, remove, staging_path
 from longmesh.checkpoint.pieces import Allowed, find_not_allowed
 from longmesh.checkpoint.planner import LoadPlanner, SavePlanner
-from longmesh.checkpoint.replace import readable_path, remove, staging_path
 from longmesh.checkpoint.safetensors_reader import SafetensorsReader, find_missing_library
 from longmesh.checkpoint.safetensors_writer import SafetensorsWriter
 from longmesh.comm.world import World

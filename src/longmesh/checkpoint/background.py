@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from longmesh.checkpoint.buffers import Pieces
 from longmesh.checkpoint.directory_writer import DirectoryWriter, StorageInfo, write_pieces
-from longmesh.checkpoint.disk import writing
-from longmesh.checkpoint.replace import replace_with_staged, staging_path
+from longmesh.checkpoint.disk import replace_with_staged, staging_path, writing
 from longmesh.errors import CheckpointError
 
 _NICER = 5  # a third of the processor where the training wants it, all of it where nobody does

@@ -23,8 +23,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from longmesh._torch.bridge import storage_info_class
-from longmesh.checkpoint.disk import check_room, writing
-from longmesh.checkpoint.replace import backup_path, remove, replace_with_staged, staging_path
+from longmesh.checkpoint.disk import (
+    backup_path,
+    check_room,
+    remove,
+    replace_with_staged,
+    staging_path,
+    writing,
+)
 from longmesh.errors import CheckpointError
 
 if TYPE_CHECKING:

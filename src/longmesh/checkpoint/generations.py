@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from longmesh.checkpoint.replace import remove
+from longmesh.checkpoint.disk import remove
 from longmesh.errors import LongmeshError
 
 _NAME = re.compile(r"step-(\d{8,})")

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from longmesh.checkpoint.directory_writer import num_bytes, prepare_directory
-from longmesh.checkpoint.disk import check_room, writing
-from longmesh.checkpoint.replace import remove, replace_with_staged, staging_path
+from longmesh.checkpoint.disk import check_room, remove, replace_with_staged, staging_path, writing
 from longmesh.checkpoint.safetensors_format import (
     INDEX,
     FilePlan,

@@ -26,10 +26,9 @@ from typing import Any
 import torch.distributed as dist
 
 from longmesh.cli import rank as rank_program
-from longmesh.cli.crash import read_crash
 from longmesh.cli.idle import IdleRanks, WaitLimits, is_stopped
 from longmesh.cli.output import RankOutput
-from longmesh.cli.report import RankExit
+from longmesh.cli.rank_exits import RankExit, read_crash
 from longmesh.comm.stop import REQUEUE_EXIT_CODE
 from longmesh.watch.thread import TIMED_OUT, FileBoard
 from longmesh.watch.thread.status import RankStatus, catches

@@ -19,10 +19,10 @@ from pathlib import Path
 from longmesh.cli.arguments import Launch
 from longmesh.cli.idle import WaitLimits
 from longmesh.cli.output import RankOutput
+from longmesh.cli.rank_exits import RankExit, describe_exits, find_first
 from longmesh.cli.ranks import LOOK_S, LocalRanks
-from longmesh.cli.report import RankExit, describe_exits, find_first
 from longmesh.cli.restarts import Restarts
-from longmesh.cli.told import Told, told_by_signals
+from longmesh.cli.signals import ReceivedSignal, receiving_signals
 from longmesh.comm.stop import REQUEUE_EXIT_CODE
 from longmesh.watch.thread import TIMED_OUT
 
@@ -64,7 +64,7 @@ def run_program(program: Program, launch: Launch) -> int:
     For the main thread of a process of its own: it sets signal handlers.
     """
     restarts = Restarts(launch, program.mark)
-    with told_by_signals() as told:
+    with receiving_signals() as told:
         while True:
             num_ranks = restarts.num_ranks
             ended = run_once(program, launch, told, num_ranks, restarts.done)
@@ -96,13 +96,13 @@ class Ended:
     cut_off: str | None
     reader_left: bool
 
-    def has_failed(self, told: Told) -> bool:
+    def has_failed(self, told: ReceivedSignal) -> bool:
         """Whether a rank failed by itself, and not by what ended the run."""
         if not self.exits or self.cut_off is not None:
             return False
         return told.signum is None or find_first(self.exits).exit_code != 128 + told.signum
 
-    def say(self, command: str, told: Told, *, resumes: bool = False) -> int:
+    def say(self, command: str, told: ReceivedSignal, *, resumes: bool = False) -> int:
         """Say how a run ended that did not fail; its exit code. `resumes`: started again, it goes on where it was."""
         if self.reader_left:
             return PIPE_CLOSED
@@ -127,7 +127,7 @@ class Ended:
         return 128 + told.signum
 
 
-def run_once(program: Program, launch: Launch, told: Told, num_ranks: int, restarts: int) -> Ended:
+def run_once(program: Program, launch: Launch, told: ReceivedSignal, num_ranks: int, restarts: int) -> Ended:
     """One attempt."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longmesh-run-")))
@@ -151,7 +151,7 @@ def run_once(program: Program, launch: Launch, told: Told, num_ranks: int, resta
     return Ended(exits, ranks.has_stopped, cut_off, output.reader_left)
 
 
-def wait_for_end(ranks: LocalRanks, told: Told, output: RankOutput, grace: float) -> str | None:
+def wait_for_end(ranks: LocalRanks, told: ReceivedSignal, output: RankOutput, grace: float) -> str | None:
     """Wait until all ranks are gone or one failed: None. Else why they are to be ended, where it is to be said."""
     deadline = None
     while not ranks.look() and not ranks.are_gone and not ranks.look_for_idle():

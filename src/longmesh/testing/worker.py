@@ -29,9 +29,8 @@ import torch
 import torch.distributed as dist
 
 from longmesh.comm.agree import check_every_call
-from longmesh.testing.copying import CopyPickler
 from longmesh.testing.failure import RankFailure
-from longmesh.testing.shipping import apply_surroundings, unpack_call
+from longmesh.testing.shipping import CopyPickler, apply_surroundings, unpack_call
 
 STACK_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1

@@ -18,15 +18,13 @@ from torch.optim import AdamW
 from longmesh.attention import PackedDocuments, cut_cross_entropy
 from longmesh.attention.tokens.packing import IGNORED
 from longmesh.comm import CommEvent, CommObserver, observe_comm
-from longmesh.train.bad_numbers import StepNumbers, agree_on_bad, gradient_norms
 from longmesh.train.data import Corpus
 from longmesh.train.guard import FIRST_STEP, Guard
-from longmesh.train.ledger import Ledger
 from longmesh.train.model import Transformer
+from longmesh.train.number_checks import StepNumbers, agree_on_bad, check_replicas, gradient_norms
 from longmesh.train.options import TrainOptions
 from longmesh.train.parallel import Axes, DrawnPlan, Engines, cut_model, sum_gradients, take_part
-from longmesh.train.progress import StepRecord
-from longmesh.train.replicas import check_replicas
+from longmesh.train.progress import StepJournal, StepRecord
 from longmesh.train.state import finished, load_state, open_checkpoints, save_state
 from longmesh.train.stragglers import Stragglers
 
@@ -72,7 +70,7 @@ def train(
             source = checkpoints if options.resumes_own else open_checkpoints(options.resume, options)
             losses = load_state(source, model, optimizer, options, corpus.digest)
     record, clock = RunRecord(losses), WaitClock()
-    ledger = Ledger(model, losses, record.steps, show)
+    ledger = StepJournal(model, losses, record.steps, show)
     first, stragglers = len(losses), Stragglers()
     record.stragglers = stragglers.lines
     sequences = corpus.steps(options.seq_len, options.batch, first=first)

@@ -1,4 +1,8 @@
-"""Progress for people: a bar that moves on a terminal, else a line now and then."""
+"""The steps of a run as they become known, and as people see them.
+
+A step's numbers are read when the next one is on its way. People see a bar that moves on a
+terminal, else a line now and then.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,10 @@ from typing import NamedTuple, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TextColumn
+from torch import nn
+
+from longmesh.comm import World
+from longmesh.train.number_checks import BadSteps, StepNumbers
 
 LINES = 10
 DEFAULT_WIDTH = 80
@@ -67,3 +75,43 @@ def describe_step(record: StepRecord, steps: int, step_tokens: int, num_ranks: i
     rate, share = step_tokens / record.seconds, record.wait_seconds / record.seconds
     waits = f"  rank 0 waits {share:.0%}" if num_ranks > 1 else ""
     return f"step {record.step + 1:{len(str(steps))}d}/{steps}  loss {record.loss:.4f}  {rate:,.0f} tokens/s{waits}"
+
+
+class _Pending(NamedTuple):
+    step: int
+    numbers: StepNumbers
+    seconds: float
+    wait_seconds: float
+
+
+class StepJournal:
+    """Appends to `losses` and `steps`, shows each step, and reports skipped updates."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        losses: list[float],
+        steps: list[StepRecord],
+        show: Callable[[StepRecord], None],
+    ) -> None:
+        self._losses, self._steps, self._show = losses, steps, show
+        self._bad = BadSteps([name for name, _ in model.named_parameters()])
+        self._is_first = World().rank == 0
+        self._pending: _Pending | None = None
+
+    def add(self, step: int, numbers: StepNumbers, seconds: float, wait_seconds: float) -> None:
+        """A step that was begun; reads the one before. Every rank."""
+        self.settle()
+        self._pending = _Pending(step, numbers, seconds, wait_seconds)
+
+    def settle(self) -> None:
+        """Read the numbers of the last step: before it is saved, and at the end. Every rank."""
+        if self._pending is None:
+            return
+        (step, numbers, seconds, wait_seconds), self._pending = self._pending, None
+        line = self._bad.read(step + 1, numbers)
+        self._losses.append(float(numbers.loss))
+        self._steps.append(StepRecord(step, self._losses[-1], seconds, wait_seconds))
+        self._show(self._steps[-1])
+        if line is not None and self._is_first:
+            print(line, file=sys.stderr, flush=True)

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from longmesh.cache.balance import choose_move, width_by_cost
-from longmesh.cache.book import Book
+from longmesh.cache.bookkeeping import Book
 from longmesh.cache.moving import Moving, families, places_of
 from longmesh.cache.prefix import PrefixIndex
+from longmesh.cache.rebalance import choose_move, width_by_cost
 from longmesh.cache.remesh import adopt, plan_remesh
 from longmesh.errors import LongmeshError
 from longmesh.plan import named_cluster

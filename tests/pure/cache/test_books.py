@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from longmesh.cache.book import Book
-from longmesh.cache.ledger import Ledger
+from longmesh.cache.bookkeeping import Book, FreePages
 from longmesh.cache.moving import Moving, places_of
 from longmesh.cache.placement import Placement, without
-from longmesh.cache.plan import StepPlan
+from longmesh.cache.plan import CacheStep
 from longmesh.cache.prefix import PrefixIndex, page_hashes
 from longmesh.cache.remesh import adopt, plan_remesh
 from longmesh.errors import LongmeshError
+from longmesh.plan import named_cluster
 
 sizes = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 3, 16, 256]), st.integers(0, 2000))
 
@@ -46,7 +46,7 @@ def test_without_is_set_difference(start, stop, ends):
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 100)), max_size=80))
 def test_a_ledger_never_gives_a_page_twice(moves):
-    ledger, held = Ledger(12), []
+    ledger, held = FreePages(12), []
     for takes, number in moves:
         if takes and ledger.num_free:
             page = ledger.take(held[number % len(held)] if held else None)
@@ -236,7 +236,7 @@ def test_who_takes_part_follows_from_every_pair(ranks, page, sequences, window):
         book.extend([(sequence, cached)])
         book.extend([(sequence, new)])
         entries.append((sequence, new))
-    plan = StepPlan(entries, ranks)
+    plan = CacheStep.of(entries, ranks, named_cluster("cpu"))
     shares = plan.shares(window)
     for rank in range(ranks):
         rows = []

@@ -4,9 +4,10 @@ import random
 
 import numpy as np
 
-from longmesh.cache.book import Book
+from longmesh.cache.bookkeeping import Book
 from longmesh.cache.chunk import blocks_of, runs_of
-from longmesh.cache.plan import Keys, StepPlan
+from longmesh.cache.plan import CacheStep, Keys
+from longmesh.plan import named_cluster
 
 
 def count_pairs(keys: Keys, window: int | None) -> np.ndarray:
@@ -31,7 +32,7 @@ def test_blocks_cover_what_is_seen_once():
         if past > 3 and draw.random() < 0.3:
             book.hide(sequence, (1, draw.randint(2, past)))
         window = draw.choice((None, None, 1, 5, 30))
-        shares = StepPlan([(sequence, new)], ranks).shares(window)
+        shares = CacheStep.of([(sequence, new)], ranks, named_cluster("cpu")).shares(window)
         for keys in (keys for rank in range(ranks) for keys in shares.keys(rank)):
             entry, slot, spans = keys
             tokens = [i for start, stop in spans for i in range(start, stop)]
@@ -46,7 +47,7 @@ def test_a_chunk_over_two_ranks_is_few_blocks():
     sequence = book.new()
     book.extend([(sequence, 8192)])
     book.extend([(sequence, 8192)])
-    (keys,) = StepPlan([(sequence, 8192)], 2).shares(None).keys(0)
+    (keys,) = CacheStep.of([(sequence, 8192)], 2, named_cluster("cpu")).shares(None).keys(0)
     blocks = blocks_of(runs_of(keys), 8192, 8192, None)
     assert (
         len(blocks) == 1 + 15 + 2 * 16

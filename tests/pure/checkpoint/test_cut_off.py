@@ -11,7 +11,7 @@ import textwrap
 SCRIPT = textwrap.dedent("""
     import os, sys, torch
     from pathlib import Path
-    from longmesh.checkpoint import replace
+    from longmesh.checkpoint import disk
     from longmesh.checkpoint import Directory, load, load_safetensors, save, save_safetensors
 
     torch.set_num_threads(1)
@@ -49,7 +49,7 @@ SCRIPT = textwrap.dedent("""
     KINDS["by renames"] = KINDS["torch"]  # last: as on a file system that can't exchange
     for kind, (write, read, name, options) in KINDS.items():
         if kind == "by renames":
-            replace._exchange = lambda one, other: False
+            disk._exchange = lambda one, other: False
         path = root / kind / name
         write(state(1.0), path, **options)
         old = new = 0

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import torch
 
-from longmesh.checkpoint import background, keeping
+from longmesh.checkpoint import background, directory as directory_module
 from longmesh.checkpoint.generations import generation_path
 from longmesh.errors import CheckpointError, LongmeshError
 from support.generations import failing, loaded, opened, save_all, state
@@ -120,7 +120,7 @@ def test_what_can_not_be_copied_is_a_failed_save(tmp_path):
 def test_one_that_can_not_be_removed_is_told_and_the_save_counts(tmp_path, monkeypatch):
     directory, lines = opened(tmp_path / "run", keep=1)
     save_all(directory, [1])
-    monkeypatch.setattr(keeping, "remove_generation", failing(errno.EACCES))
+    monkeypatch.setattr(directory_module, "remove_generation", failing(errno.EACCES))
     save_all(directory, [2])
     assert lines == [f"{generation_path(tmp_path / 'run', 1)} could not be removed: Permission denied"]
     assert directory.steps() == [1, 2]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longmesh.checkpoint.replace import backup_path, readable_path, replace_with_staged, staging_path
+from longmesh.checkpoint.disk import backup_path, readable_path, replace_with_staged, staging_path
 
 
 def make(path, text):

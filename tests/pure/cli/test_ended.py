@@ -4,11 +4,11 @@ import signal
 
 import pytest
 
-from longmesh.cli.report import RankExit
+from longmesh.cli.rank_exits import RankExit
 from longmesh.cli.run import Ended
-from longmesh.cli.told import Told
+from longmesh.cli.signals import ReceivedSignal
 
-NOBODY, TERM, INT = Told(), Told(signal.SIGTERM), Told(signal.SIGINT)
+NOBODY, TERM, INT = ReceivedSignal(), ReceivedSignal(signal.SIGTERM), ReceivedSignal(signal.SIGINT)
 RAISED = RankExit(0, 1, "CheckpointError: the disk is full", "Traceback", 5, recorded=True)
 KILLED = RankExit(1, -signal.SIGKILL, "", "", 5, recorded=False)
 ENDED = RankExit(1, -signal.SIGTERM, "", "", 5, recorded=False)
@@ -56,7 +56,7 @@ def test_what_is_no_failure_is_told_by_its_exit_code(capsys, exits, told, stoppe
             "stopped by SIGTERM while ranks started; exit code 75: start it again to go on",
         ),
         ([], TERM, ": late", 143, "ended by SIGTERM; so are the ranks: late"),
-        ([], Told(signal.SIGINT, at_once=True), "", 130, "ended by SIGINT; so are the ranks"),
+        ([], ReceivedSignal(signal.SIGINT, at_once=True), "", 130, "ended by SIGINT; so are the ranks"),
     ],
 )
 def test_a_run_that_resumes_is_queued_again_also_if_its_ranks_did_not_listen_yet(

@@ -2,7 +2,7 @@
 
 import signal
 
-from longmesh.cli.report import RankExit, describe_exits, find_first
+from longmesh.cli.rank_exits import RankExit, describe_exits, find_first
 
 SECOND = 10**9
 

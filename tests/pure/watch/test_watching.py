@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import longmesh
-from longmesh.cli.crash import read_crash
+from longmesh.cli.rank_exits import read_crash
 from longmesh.watch.thread import FileBoard
 from longmesh.watch.thread.findings import find_stuck
 from longmesh.watch.thread.stacks import Place, find_wait, format_places, parse_dump

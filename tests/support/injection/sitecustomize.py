@@ -158,7 +158,7 @@ def prepare(loop, fault):
     """The trainer's loop has just been imported."""
     import torch.distributed
 
-    from longmesh.checkpoint import keeping
+    from longmesh.checkpoint import directory
 
     before(torch.distributed, "init_process_group", fault, "group")
     before(loop, "load_state", fault, "load")
@@ -168,7 +168,7 @@ def prepare(loop, fault):
     before(loop, "sum_gradients", fault, "collective")
     before(loop, "save_state", fault, "save")
     before(os, "rename", fault, "commit")
-    before(keeping, "write_part", fault, "write")
+    before(directory, "write_part", fault, "write")
     backward = torch.Tensor.backward
 
     def passing(*args, **kwargs):

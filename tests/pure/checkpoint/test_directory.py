@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, strategies as st
 
-from longmesh.checkpoint import Directory, background, keeping, load
+from longmesh.checkpoint import Directory, background, directory as directory_module, load
 from longmesh.checkpoint.generations import choose_removed, generation_path, list_steps, remove_garbage
 from longmesh.comm import World
 from longmesh.errors import CheckpointError, LongmeshError
@@ -346,7 +346,7 @@ def test_one_generation_loads_with_plain_load(tmp_path):
 def test_a_directory_may_be_opened_before_there_are_ranks(tmp_path, monkeypatch):
     directory, _ = opened(tmp_path / "run")
     made = []
-    monkeypatch.setattr(keeping, "World", lambda: made.append(1) or World())
+    monkeypatch.setattr(directory_module, "World", lambda: made.append(1) or World())
     assert directory.steps() == [] and directory.latest() is None
     assert made == []
     save_all(directory, [1, 2])

@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.
 
 
 @dataclass
-class Told:
+class ReceivedSignal:
     """The first signal that came, if one did, and whether nothing more is to be waited for."""
 
     signum: int | None = None
@@ -29,9 +29,9 @@ class Told:
 
 
 @contextlib.contextmanager
-def told_by_signals() -> Iterator[Told]:
+def receiving_signals() -> Iterator[ReceivedSignal]:
     """Inside, signals that end this process are written down. What is ignored, as in background jobs, stays so."""
-    told = Told()
+    told = ReceivedSignal()
     before = {signum: signal.getsignal(signum) for signum in SIGNALS}
     for signum, handler in before.items():
         if handler is not signal.SIG_IGN:

@@ -16,7 +16,7 @@ from longmesh.checkpoint.api import find_no_state, load
 from longmesh.checkpoint.background import Job, commit, write_part
 from longmesh.checkpoint.buffers import Buffers
 from longmesh.checkpoint.directory_reader import find_damage
-from longmesh.checkpoint.disk import check_room, writing
+from longmesh.checkpoint.disk import check_room, remove, staging_path, writing
 from longmesh.checkpoint.generations import (
     choose_removed,
     find_bad_step,
@@ -26,7 +26,6 @@ from longmesh.checkpoint.generations import (
     remove_generation,
 )
 from longmesh.checkpoint.pieces import Allowed
-from longmesh.checkpoint.replace import remove, staging_path
 from longmesh.checkpoint.runs import Runs
 from longmesh.comm.agree import fingerprint
 from longmesh.comm.world import Counting, World
