@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from longmesh.comm.machine import use_cluster
     from longmesh.comm.stop import REQUEUE_EXIT_CODE, stop_requested
+    from longmesh.hf.plan_step import plan_step, search_step
     from longmesh.plan import Cluster, Level, Link, Rate, RedistributePlan, named_cluster, plan_redistribute
     from longmesh.spec import (
         DTensorSpec,
@@ -82,8 +83,10 @@ __all__ = [
     "ones",
     "plan_op",
     "plan_redistribute",
+    "plan_step",
     "rand",
     "randn",
+    "search_step",
     "set_rng_state",
     "stop_requested",
     "tiled",
@@ -104,6 +107,7 @@ _HOMES = {
     "longmesh.tensor": "DTensor capture compute_local_shape_and_global_offset distribute_module distribute_tensor"
     " empty full get_rng_state manual_seed ones plan_op rand randn set_rng_state zeros",
     "longmesh.tensor.flex": "flex_attention",
+    "longmesh.hf.plan_step": "plan_step search_step",
     "longmesh.tiles": "tiled tiled_cross_entropy token_logprobs",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

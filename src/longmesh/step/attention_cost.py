@@ -99,7 +99,7 @@ def _cost(
     shown = None if ranks <= MANY else (0, ranks // 2, ranks - 1)
     stats = rank_stats(plan, shown)
     held = max(s.peak_kv_bytes - s.kv_tokens * _own_key_bytes(plan, s.rank) for s in stats)
-    back = max(backward_sent_bytes(plan, s.rank, s.sent_bytes) for s in stats)
+    back = max(backward_sent_bytes(plan, s.rank) for s in stats)
     return AttentionCost(
         plans=(plan,),
         forward_us=took.forward.total_us,
@@ -125,7 +125,7 @@ def _own_key_bytes(plan: AttentionPlan, rank: int) -> int:
     )
 
 
-def backward_sent_bytes(plan: AttentionPlan, rank: int, forward_bytes: int) -> int:
+def backward_sent_bytes(plan: AttentionPlan, rank: int) -> int:
     """Bytes that a rank sends in backward: its keys again, gradients of the keys that it was sent, in fp32."""
     total = 0
     sizes = plan.heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from longmesh.plan.gpus import GIGA, GPUS, Gpu
 from longmesh.plan.named_clusters import FLOAT8, gpu_cluster
 from longmesh.plan.rate import Rate
 
+_UNITS = {"": 1.0, "B": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 RECOMPUTE = ("none", "selective", "full")
 OPTIMIZERS = ("adamw", "adamw-offload", "none")
 LOSSES = ("whole", "tiled")
@@ -196,6 +198,18 @@ class StepOptions:
                 f"time; give a multiple of {at_once}"
             )
         return batch // at_once
+
+
+def memory_size(text: str) -> float:
+    """Bytes: `80GB`, `96 GiB`.
+
+    >>> memory_size("96 GiB") == 96 * 2**30
+    True
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text.strip(), re.IGNORECASE)
+    if not found or found[2].upper() not in _UNITS:
+        raise LongmeshError(f"{text!r} is not a size of memory; give one such as 80GB or 96GiB")
+    return float(found[1]) * _UNITS[found[2].upper()]
 
 
 def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from longmesh.cli.arguments import number, refuse, suggest, token_count, whole_number
+from longmesh.errors import LongmeshError
 from longmesh.plan.gpus import GPUS
 from longmesh.plan.named_clusters import find_cluster_problem
 from longmesh.step.known_models import KNOWN_MODELS, find_known
+from longmesh.step.setting import memory_size
 
 PROGRAM = "longmesh plan"
 MOST_RANKS = 1 << 20
 AXES = ("dp", "cp", "tp", "ep")
 RECOMPUTE, OPTIMIZERS = ("none", "selective", "full"), ("adamw", "adamw-offload", "none")
 EXCHANGES = ("auto", "sparse", "ring", "ulysses", "allgather", "cheapest")
-_UNITS = {"": 1.0, "B": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 
 
 def add_parser(commands: Any) -> None:
@@ -127,10 +128,10 @@ def mesh(text: str) -> dict[str, int]:
 
 def memory(text: str) -> float:
     """`80GB`, `96 GiB`, in bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text.strip(), re.IGNORECASE)
-    if not found or found[2].upper() not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size of memory; give one such as 80GB or 96GiB")
-    return float(found[1]) * _UNITS[found[2].upper()]
+    try:
+        return memory_size(text)
+    except LongmeshError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run_plan(options: argparse.Namespace) -> int:

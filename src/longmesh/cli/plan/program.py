@@ -10,12 +10,12 @@ import sys
 from typing import Any
 
 from longmesh.cli.arguments import refuse
-from longmesh.cli.plan.command import PROGRAM, batch_of, read_config, read_lengths
+from longmesh.cli.plan.command import PROGRAM, batch_of, read_lengths
 from longmesh.cli.plan.table import describe, next_reason
 from longmesh.errors import LongmeshError
-from longmesh.hf.plan_step import config_of, search_with
+from longmesh.hf.plan_step import DTYPES, config_of, search_with
+from longmesh.hf.step_tracer import StepTracer
 from longmesh.plan import Cluster
-from longmesh.step.known_models import find_known
 from longmesh.step.search import Choices, Found
 from longmesh.step.setting import StepMachine, StepMesh, StepOptions
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 def search(options: argparse.Namespace) -> Found:
     """Every candidate that the arguments leave, ranked."""
     machine = machine_of(options)
-    config = config_of(find_known(options.config) or read_config(options.config) or {})
+    config = config_of(options.config)
     run_as = StepOptions(
         batch=batch_of(options),
         rows=options.rows or 1,
@@ -54,8 +54,10 @@ def search(options: argparse.Namespace) -> Found:
     ).keeping(options.param_dtype or options.dtype)
     count = options.gpus[0] if options.gpus else options.ranks
     meshes = None if options.mesh is None else [StepMesh(**options.mesh)]
+    choices = choices_of(options)
+    tracer = StepTracer(config, DTYPES[options.dtype], options.seq_len * max(choices.rows))
     return search_with(
-        config, count, options.seq_len, machine, run_as, choices_of(options), meshes, dtype=options.dtype,
+        tracer, config, count, options.seq_len, machine, run_as, choices, meshes,
         needs_one_layer=options.memory is not None,
     )  # fmt: skip
 
