@@ -27,6 +27,10 @@ def make_config(kind: str):
     }[kind]()
 
 
+def forward_of_its_own(self, *args, **kwargs):
+    return super(type(self), self).forward(*args, **kwargs)
+
+
 def refusal(ranks: int, kind: str) -> str:
     from transformers import AutoModelForCausalLM
 
@@ -35,7 +39,9 @@ def refusal(ranks: int, kind: str) -> str:
     model = AutoModelForCausalLM.from_config(make_config(kind), attn_implementation="longmesh")
     if kind == "new":  # a kind of recurrent layer that nobody has heard of
         for block in model.rwkv.blocks:
-            block.attention.__class__ = type("NewAttention", (type(block.attention),), {})
+            block.attention.__class__ = type(
+                "NewAttention", (type(block.attention),), {"forward": forward_of_its_own}
+            )
     ids = torch.randint(3, 61, (2, 37), generator=torch.Generator().manual_seed(1))
     try:
         layout = "ordered" if kind == "new" else None

@@ -158,7 +158,7 @@ class CutState(NestedState):
         made = whole()
         return CutBias.of(made, (*made.shape[:-1], self.num_tokens))
 
-    def recurrence(self, *, through_padding: bool = False, whole: bool = False) -> RecurrentParallel | None:
+    def recurrence(self, *, through_padding: bool = False, whole: bool = False) -> RecurrentParallel:
         assert self.batch is not None, "mixers are bound in a scope of hf.context_parallel"
         return self.batch.recurrent(whole=whole, through_padding=through_padding)
 

@@ -233,7 +233,8 @@ def _mixes(call: Call) -> _Culprit:
         call.name,
         "makes of a token something that depends on the other tokens of this rank, or on where it lies among them: a "
         "recurrent layer, a convolution, positions that are counted, or attention that does not go through "
-        "attn_implementation='longmesh'",
+        "attn_implementation='longmesh'. A recurrent layer of your own can be cut if it has a method cut_forward: "
+        "docs/how-to/add-a-recurrent-layer.md",
     )
 
 

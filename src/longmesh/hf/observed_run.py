@@ -71,8 +71,10 @@ class InspectingState(NestedState):
         made = whole()
         return CutBias.of(made, (*made.shape[:-1], self.num_tokens))
 
-    def recurrence(self, *, through_padding: bool = False, whole: bool = False) -> RecurrentParallel | None:
-        return None
+    def recurrence(self, *, through_padding: bool = False, whole: bool = False) -> RecurrentParallel:
+        """Each token is a document. A layer that is gathered is given one token at a time."""
+        tokens = 1 if whole else self.num_tokens
+        return RecurrentParallel(None, seq_len=tokens, documents=[[1] * tokens] * self.rows)
 
     def run_gathered(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return run_each_token(self, layer, forward, args, kwargs)

@@ -209,8 +209,8 @@ class OutsideState:
         """An ALiBi bias of the keys: `whole` makes that of all keys, `own` that of the keys that the model sees."""
         return own()
 
-    def recurrence(self, *, through_padding: bool = False, whole: bool = False) -> RecurrentParallel | None:
-        """The recurrent layers of the batch; None: each token is computed alone."""
+    def recurrence(self, *, through_padding: bool = False, whole: bool = False) -> RecurrentParallel:
+        """Recurrent layers over the tokens that the model sees, or over the `whole` sequence."""
         raise AssertionError("mixers are bound inside a scope only")
 
     def run_gathered(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -263,7 +263,7 @@ class PlainState(NestedState):
     def check_inputs(self, model: nn.Module, given: dict[str, Any]) -> None:
         pass
 
-    def recurrence(self, *, through_padding: bool = False, whole: bool = False) -> RecurrentParallel | None:
+    def recurrence(self, *, through_padding: bool = False, whole: bool = False) -> RecurrentParallel:
         return self.outer.recurrence(through_padding=through_padding, whole=True)
 
     def run_gathered(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longmesh.hf.mixers.state import current_recurrence, refuse_cache
+from longmesh.hf.mixers.kernels import current_recurrence, refuse_cache
 
 
 def causal_conv1d_fn(
@@ -21,17 +21,11 @@ def causal_conv1d_fn(
     """(batch, channels, tokens), as transformers' function of this name."""
     from transformers.activations import ACT2FN
 
+    fused = activation if activation in ("silu", "swish") else None
     layers = current_recurrence(through_padding=through_padding)
-    x = hidden_states.to(weight.dtype)
-    if layers is None:  # inspected: each token alone
-        out = x * weight.sum(-1)[:, None]
-        out = out if bias is None else out + bias[:, None]
-    else:
-        fused = activation if activation in ("silu", "swish") else None
-        out = layers.causal_conv1d(x, weight, bias, fused)
-        assert isinstance(out, Tensor), "no final state was asked for"
-        activation = None if fused else activation
-    return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
+    out = layers.causal_conv1d(hidden_states.to(weight.dtype), weight, bias, fused)
+    assert isinstance(out, Tensor), "no final state was asked for"
+    return (out if activation == fused else ACT2FN[activation](out)).to(hidden_states.dtype)
 
 
 def causal_conv1d_update(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longmesh.hf.mixers.state import current_recurrence, refuse_cache, tokens_alone
+from longmesh.hf.mixers.kernels import current_recurrence, refuse_cache
 from longmesh.recurrent.transition import state_dtype
 
 
@@ -28,14 +28,11 @@ def chunk_gated_delta_rule(
         refuse_cache()
     heads = value.shape[2]
     query, key = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (query, key))
-    layers = current_recurrence()
-    if layers is None:
-        return tokens_alone(value, (query, key, g, beta)), None
     wide = state_dtype(value)
     q, k, v, g, beta = (x.to(wide) for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    out = layers.gated_delta_rule(q, k, v, g, beta)
+    out = current_recurrence().gated_delta_rule(q, k, v, g, beta)
     assert isinstance(out, Tensor), "no final state was asked for"
     return out.to(query.dtype), None
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longmesh.hf.mixers.state import current_recurrence, refuse_cache, tokens_alone
+from longmesh.hf.mixers.kernels import current_recurrence, refuse_cache
 from longmesh.recurrent.transition import state_dtype
 
 
@@ -32,13 +32,8 @@ def selective_scan(
         dt = dt + delta_bias.to(dt.dtype)[..., None]
     if delta_softplus:
         dt = torch.nn.functional.softplus(dt)
-    layers = current_recurrence()
-    if layers is None:
-        inputs = [x.transpose(1, 2).unsqueeze(2) for x in (hidden_states, dt, B, C)]
-        out = tokens_alone(inputs[0], inputs[1:]).squeeze(2).transpose(1, 2)
-    else:
-        out = layers.selective_scan(hidden_states, dt, A, B, C)
-        assert isinstance(out, Tensor), "no final state was asked for"
+    out = current_recurrence().selective_scan(hidden_states, dt, A, B, C)
+    assert isinstance(out, Tensor), "no final state was asked for"
     if D is not None:
         out = out + hidden_states * D[None, :, None]
     return out if z is None else out * torch.nn.functional.silu(z)
@@ -69,14 +64,8 @@ def chunk_scan(
     dt = dt.clamp(*dt_limit)
     wide = state_dtype(hidden_states)
     x, dt, A, B, C = (each.to(wide) for each in (hidden_states, dt, A, B, C))
-    layers = current_recurrence()
-    if layers is None:
-        heads = x.shape[2]
-        k, q = (each.repeat_interleave(heads // each.shape[2], dim=2) for each in (B, C))
-        out = tokens_alone(x, (k, q, dt))
-    else:
-        out = layers.ssd(x, dt, A, B, C)
-        assert isinstance(out, Tensor), "no final state was asked for"
+    out = current_recurrence().ssd(x, dt, A, B, C)
+    assert isinstance(out, Tensor), "no final state was asked for"
     return (out if D is None else out + x * D[..., None]).contiguous()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longmesh.hf.mixers.state import current_recurrence, refuse_cache, tokens_alone
+from longmesh.hf.mixers.kernels import current_recurrence, refuse_cache
 
 
 def lightning_forward(
@@ -25,13 +25,9 @@ def lightning_forward(
     heads, dim = self.num_attention_heads, self.head_dim
     states = self.act_fn(self.qkv_proj(hidden_states)).reshape(batch, tokens, heads, 3 * dim)
     query, key, value = states.split(dim, dim=3)
-    layers = current_recurrence()
-    if layers is None:
-        out = tokens_alone(value, (query, key))
-    else:
-        decay = -self.slope_rate.view(heads).expand(batch, tokens, heads)
-        out = layers.linear_attention(query, key, value, decay)
-        assert isinstance(out, Tensor)
+    decay = -self.slope_rate.view(heads).expand(batch, tokens, heads)
+    out = current_recurrence().linear_attention(query, key, value, decay)
+    assert isinstance(out, Tensor)
     out = self.norm(out.reshape(batch, tokens, heads * dim))
     out = torch.sigmoid(self.output_gate(hidden_states)) * out
     return self.out_proj(out), None

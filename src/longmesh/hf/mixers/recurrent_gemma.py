@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longmesh.hf.mixers.convolution import causal_conv1d_fn
-from longmesh.hf.mixers.state import current_recurrence, refuse_cache
+from longmesh.hf.mixers.kernels import current_recurrence, refuse_cache
 
 
 def convolve(self: Any, x: Tensor) -> Tensor:
@@ -27,12 +27,8 @@ def scan(
     """RecurrentGemmaRglru._rnn_scan: the state begins again where positions are 0, and runs through padding."""
     if recurrent_states is not None:
         refuse_cache()
-    layers = current_recurrence(through_padding=True)
-    if layers is None:
-        return hidden_states * (1 + recurrent_gate.tanh()), None
-    out = layers.diagonal_scan(
-        hidden_states, factor=recurrent_gate.masked_fill(reset, 0.0)
-    )  # a gate may be 0
+    gate = recurrent_gate.masked_fill(reset, 0.0)  # it may be 0 elsewhere, too
+    out = current_recurrence(through_padding=True).diagonal_scan(hidden_states, factor=gate)
     assert isinstance(out, Tensor)
     return out, None
 

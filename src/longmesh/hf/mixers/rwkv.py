@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longmesh.hf.mixers.bind_globals import with_globals
-from longmesh.hf.mixers.state import current_recurrence, refuse_cache
+from longmesh.hf.mixers.kernels import current_recurrence, refuse_cache, with_globals
 
 
 def shift(self: Any, x: Tensor) -> Tensor:
     """nn.ZeroPad2d.forward of a token shift: (batch, tokens, features)."""
-    layers = current_recurrence(through_padding=True)
-    return torch.zeros_like(x) if layers is None else layers.token_shift(x)
+    return current_recurrence(through_padding=True).token_shift(x)
 
 
 def linear_attention(
@@ -30,15 +28,13 @@ def linear_attention(
     if state is not None or return_state:
         refuse_cache()
     layers = current_recurrence(through_padding=True)
-    if layers is None:
-        return value * (1 + (key + time_first - time_decay).tanh()), None
     return layers.wkv(key, value, -torch.exp(time_decay), time_first), None
 
 
 def parts(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """What is replaced of a layer of this kind: (module, name of its method, ours)."""
     replaced: list[tuple[nn.Module, str, Any]] = [(module.get_submodule("time_shift"), "forward", shift)]
-    if type(module).__name__ == "RwkvSelfAttention":
+    if hasattr(module, "time_decay"):  # the other kind only shifts tokens
         replaced.append(
             (module, "forward", with_globals(module, {"rwkv_linear_attention": linear_attention}))
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longmesh.hf.mixers.state import current_recurrence, refuse_cache, tokens_alone
+from longmesh.hf.mixers.kernels import current_recurrence, refuse_cache
 
 
 def backend_forward(
@@ -28,10 +28,7 @@ def backend_forward(
         refuse_cache()
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     i, f = igate.transpose(1, 2), torch.nn.functional.logsigmoid(fgate).transpose(1, 2)
-    layers = current_recurrence(through_padding=True)
-    out = (
-        tokens_alone(v, (q, k, i, f)) if layers is None else layers.mlstm(q, k, v, i, f, eps=self.config.eps)
-    )
+    out = current_recurrence(through_padding=True).mlstm(q, k, v, i, f, eps=self.config.eps)
     return out.transpose(1, 2), None
 
 

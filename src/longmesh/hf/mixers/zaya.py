@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longmesh.errors import LongmeshError
 from longmesh.hf.mixers.convolution import causal_conv1d_fn
-from longmesh.hf.mixers.state import current_recurrence, refuse_cache
+from longmesh.hf.mixers.kernels import current_recurrence, refuse_cache
 from longmesh.hf.state import current
 
 
@@ -58,8 +58,6 @@ def _convolve_grouped(first: nn.Conv1d, second: nn.Conv1d, x: Tensor) -> Tensor:
 def _shift(x: Tensor, outside: Tensor | None) -> Tensor:
     """The token before each; `outside` before a document's first: (batch, tokens, features)."""
     layers = current_recurrence()
-    if layers is None:
-        return x
     return layers.token_shift(x) if outside is None else layers.token_shift(x - outside) + outside
 
 
