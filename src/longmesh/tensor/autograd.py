@@ -28,7 +28,7 @@ from longmesh.tensor.foreign import refuse_transformed
 from longmesh.tensor.mask_buffer import without_mask
 from longmesh.tensor.meta import check_averages, even_global_shape, global_stride
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
-from longmesh.tensor.view_origin import is_outdated, refresh
+from longmesh.tensor.view_origin import check_known, is_outdated, refresh
 
 
 @functools.lru_cache(maxsize=4096)
@@ -192,6 +192,7 @@ def copy_of_view(view: DTensor) -> DTensor:
 
 def check_current(tensor: DTensor) -> None:
     """Refuse a view that would have to be read again, where nothing may be sent."""
+    check_known(tensor)
     if is_outdated(tensor):
         raise LongmeshError(
             f"the tensor of shape {tuple(tensor.shape)} is a view along a sharded dim: its local tensor is a copy, and "

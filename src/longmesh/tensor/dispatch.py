@@ -38,9 +38,10 @@ from longmesh.tensor.op_key import (
     key_of_sizes,
 )
 from longmesh.tensor.outside import is_split, plan_outside, run_split
-from longmesh.tensor.plain import common_mesh, replicate_plain, value_of, writes_plain
+from longmesh.tensor.plain import common_mesh, replicate_plain, scores_with_mask, value_of, writes_plain
 from longmesh.tensor.table_notes import NOTES
 from longmesh.tensor.tensor_layout import TensorLayout
+from longmesh.tensor.view_origin import await_softmax
 
 # More plans of one layout than this are no working set: sizes that never come back.
 _MAX_PLANS = 1 << 12
@@ -148,7 +149,9 @@ class Dispatcher:
             return func(*args, **kwargs)
         if ready[0] is args:
             return self._find(table, lead, key, args, kwargs, note)
-        return self._run(self._find(table, lead, table.key(*ready), *ready, note), func, *ready)
+        result = self._run(self._find(table, lead, table.key(*ready), *ready, note), func, *ready)
+        unsure = scores_with_mask(func, args, kwargs)
+        return result if unsure is None else await_softmax(result, unsure)
 
     def _with_layouts(
         self, table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -291,7 +291,7 @@ class DTensor(torch.Tensor):
                 "second derivatives, and its part of them would be left out; call the function that is not compiled "
                 "there"
             )
-        if self._origin is None or self._origin.func is not None:
+        if self._origin is None or self._origin.func is not None or "otherwise" in self._origin.given:
             autograd.current_part(self)
         is_given_view = self._origin is not None and not is_traced_value(self._origin.base._local_tensor)
         return ["_local_tensor"], (self._mesh, self._layout, type(self), is_given_view)

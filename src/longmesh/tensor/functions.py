@@ -4,7 +4,7 @@ between its first and last dim, a linear layer's weight).
     F.linear(x, w, b)   one op and one step of autograd, linear_backward; x may be sharded along any of its batch dims
     x @ y               the same with matmul and matmul_backward
     torch.einsum        of two operands; its gradients are einsums, too
-    attention           as it is: a plain mask that torch adds to the scores is known to be one
+    nn.MultiheadAttention   as it is: its plain masks are known to be masks
     backward, grad      as they are, with what they call (hooks, recomputed checkpoints) seen by these functions too
 
 torch itself flattens x of shape (batch, tokens, features) to batch * tokens rows. Where tokens are sharded, a rank's
@@ -34,7 +34,7 @@ from longmesh._torch import (
 from longmesh.rules.product import einsum_terms, matmul_first_gradient, matmul_second_gradient
 from longmesh.tensor.dispatch import dispatch
 from longmesh.tensor.dtensor import DTensor, Factor
-from longmesh.tensor.plain import in_attention
+from longmesh.tensor.plain import in_module_attention
 
 Function = Callable[..., Any]
 
@@ -251,13 +251,13 @@ def take_weight(module: nn.Module, name: str, parameter: Any) -> None:
         parameter.__class__ = Factor
 
 
-def attention(*args: Any, **kwargs: Any) -> Any:
-    """F.scaled_dot_product_attention as it is; a plain mask among its ops is known to be one."""
-    token = in_attention.set(True)
+def module_attention(*args: Any, **kwargs: Any) -> Any:
+    """F.multi_head_attention_forward as it is; a plain mask among its ops is known to be one."""
+    token = in_module_attention.set(True)
     try:
-        return F.scaled_dot_product_attention(*args, **kwargs)
+        return F.multi_head_attention_forward(*args, **kwargs)
     finally:
-        in_attention.reset(token)
+        in_module_attention.reset(token)
 
 
 WHOLE: dict[Function, Function] = {
@@ -266,7 +266,7 @@ WHOLE: dict[Function, Function] = {
     torch.Tensor.matmul: matmul,
     torch.Tensor.__matmul__: matmul,
     torch.einsum: einsum,
-    F.scaled_dot_product_attention: attention,
+    F.multi_head_attention_forward: module_attention,
     torch.Tensor.detach: detach,
 }
 OPEN: dict[Function, Function] = {torch.Tensor.backward: backward, torch.autograd.grad: grad}

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from longmesh._torch import OpOverload, engine_code, in_backward, schema_of, takes_no_memory
@@ -31,8 +30,8 @@ from longmesh.tensor.op_facts import out_names
 decomposing: ContextVar[bool] = ContextVar("longmesh_decomposing", default=False)
 # Whether plain tensors that meet DTensors are whole on every rank.
 _taken_as_replicated: ContextVar[bool] = ContextVar("longmesh_taken_as_replicated", default=False)
-# While torch computes an attention that was seen above autograd (functions.py): op by op, it adds a mask to the scores.
-in_attention: ContextVar[bool] = ContextVar("longmesh_in_attention", default=False)
+# While F.multi_head_attention_forward runs that was seen above autograd (functions.py).
+in_module_attention: ContextVar[bool] = ContextVar("longmesh_in_module_attention", default=False)
 
 
 @contextlib.contextmanager
@@ -108,7 +107,8 @@ def replicate_plain(
             check_scalar_mesh(mesh, tensor._mesh)
             tensor = value_of(tensor)
         is_equal = id(tensor) in written or _is_equal_everywhere(tensor)
-        if not is_equal and not _is_mask(func, tensor, args, kwargs) and not _lengths.are(args, tensor):
+        is_known = is_equal or _is_mask(func, tensor, args, kwargs) or _lengths.are(args, tensor)
+        if not is_known and scores_with_mask(func, args, kwargs) is None:
             refuse_mix(func, all_tensors((args, kwargs)))
         if takes_no_memory(tensor):  # autograd's zeros that take no memory: a part must have some
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -152,52 +152,56 @@ _BETWEEN = (
 )
 
 
-def _is_mask(func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A mask of attention, a bool one too in the form in which scores take it; or the zeros that
-    multi_head_attention_forward puts beside keys and values.
+# The ops that multi_head_attention_forward gives plain tensors beside DTensors: a mask, zeros beside keys and values.
+_OF_MODULE = (torch.ops.aten.baddbmm.default, torch.ops.aten.cat.default)
 
-    Kernels name it. Where torch computes attention op by op (dropout on CPUs, three dims) it is added to the scores and
-    looks like any other operand: it is known where the call of attention was seen, or because no Python code holds it.
-    Never by its values, which are a rank's own.
+
+def _is_mask(func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A mask of attention: kernels name it, and multi_head_attention_forward is seen above autograd (functions.py).
+
+    Never decided by values, which are a rank's own.
     """
     if tensor.requires_grad:  # it is trained: its gradient would have no layout
         return False
     if schema_of(func).name.startswith("aten::_scaled_dot_product"):
         named = zip((a.name for a in schema_of(func).arguments), args, strict=False)
         return any(t is tensor for name, t in (*named, *kwargs.items()) if name in ("attn_mask", "attn_bias"))
-    if _caller() is F.multi_head_attention_forward.__code__:
-        return True
-    if func is not torch.ops.aten.add.Tensor:
-        return False
-    return in_attention.get() or sys.getrefcount(tensor) <= _HELD_BY_US + _HELD_BY_MODE * _num_modes()
+    return in_module_attention.get() and func in _OF_MODULE
 
 
-# References to an operand that dispatching makes until `_is_mask`, and a mode that passes it on: of one that torch made
-# inside an op, from is_causal or a bool mask, there are no others. An operand of a caller, if only in an expression,
-# has two more. Before Python 3.11 a call of a Python function holds its arguments, too.
-_HELD_BY_US, _HELD_BY_MODE = (11, 3) if sys.version_info >= (3, 11) else (14, 5)
+def scores_with_mask(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The error of a sum that may be attention's scores and a plain mask; None where it can't be.
 
-
-def _num_modes() -> int:
-    """How many dispatch modes have passed on the op that is being dispatched; those are off by now."""
-    count, frame = 0, sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code  # of a tensor's class it would be a class method, without `self`
-        count += code.co_name == "__torch_dispatch__" and code.co_varnames[:1] == ("self",)
-        frame = frame.f_back
-    return count
+    Where torch computes attention op by op (dropout on CPUs, three dims), it adds the mask to the scores, which looks
+    like any other sum. Then it takes their softmax by an op that nothing else calls, so the sum is made, and waits for
+    that op: any other use raises this error (view_origin.py).
+    """
+    if func is not torch.ops.aten.add.Tensor or kwargs:
+        return None
+    scores, mask = args
+    if not isinstance(scores, DTensor) or not isinstance(mask, torch.Tensor) or isinstance(mask, DTensor):
+        return None
+    fits = 2 <= mask.ndim <= scores.ndim and all(
+        n in (1, m) for n, m in zip(mask.shape[::-1], scores.shape[::-1], strict=False)
+    )
+    if scores.ndim < 3 or not fits or mask.requires_grad or _is_equal_everywhere(mask):
+        return None
+    return _mix_text(func, args)
 
 
 def refuse_mix(func: OpOverload, tensors: Sequence[torch.Tensor]) -> NoReturn:
     """A plain tensor whose layout is not known."""
-    shapes = ", ".join(map(_show, tensors))
-    may_be_mask = func is torch.ops.aten.add.Tensor and all(t.ndim > 1 for t in tensors)
+    raise LongmeshError(_mix_text(func, tensors))
+
+
+def _mix_text(func: OpOverload, tensors: Sequence[torch.Tensor]) -> str:
+    may_be_mask = func is torch.ops.aten.add.Tensor and all(t.ndim == 2 for t in tensors)
     hint = (
-        ". If it is the mask of a scaled_dot_product_attention that has no fused kernel (dropout on a CPU, 3 dims): "
-        "pass attn_mask= as a DTensor, also instead of is_causal"
+        ". If it is the mask of a scaled_dot_product_attention of 2 dims: pass attn_mask= as a DTensor, also instead "
+        "of is_causal"
     )
-    raise LongmeshError(
-        f"{func} mixes a DTensor with a plain tensor: {shapes}. Wrap the plain one with "
+    return (
+        f"{func} mixes a DTensor with a plain tensor: {', '.join(map(_show, tensors))}. Wrap the plain one with "
         f"DTensor.from_local or distribute_tensor, so that its layout is known{hint if may_be_mask else ''}"
     )
 

@@ -97,6 +97,14 @@ def forget_base(view: DTensor) -> None:
     view._tensor_layout = view._tensor_layout.as_copied_view(True)
 
 
+def await_softmax(scores: DTensor, otherwise: str) -> DTensor:
+    """The sum of attention's scores and a mask, if its next use is attention's softmax: any other raises."""
+    alias = _alias(scores)
+    scores._origin = ViewOrigin(alias, None, {"otherwise": otherwise}, alias, None)
+    scores._tensor_layout = scores._tensor_layout.as_copied_view(True)
+    return scores
+
+
 def _alias(tensor: DTensor) -> DTensor:
     """A DTensor on the same memory that ops read and write directly, copied view or not."""
     alias = wrap(tensor._local_tensor, tensor._tensor_layout.as_copied_view(False))
@@ -110,6 +118,8 @@ def is_outdated(tensor: DTensor) -> bool:
     origin = tensor._origin
     if origin is None:
         return False
+    if "otherwise" in origin.given:
+        return True
     if origin.func is None:
         seen = origin.given["seen"]
         return any(write_count(t) != seen.get(t, 0) and t._mesh == tensor._mesh for t in given_to_traces)
@@ -119,6 +129,7 @@ def is_outdated(tensor: DTensor) -> bool:
 def refresh(view: DTensor) -> None:
     """Read a view again if there were writes to its base. Collective where the view op is."""
     if is_outdated(view):
+        check_known(view)
         assert view._origin is not None
         if view._origin.func is None:
             raise LongmeshError(
@@ -133,6 +144,12 @@ def refresh(view: DTensor) -> None:
             )
         with torch.no_grad(), below_autograd():
             _read(view, version_of(view._origin.counted))
+
+
+def check_known(view: DTensor) -> None:
+    """Raise where it is a sum that waits for attention's softmax, and is used otherwise."""
+    if view._origin is not None and "otherwise" in view._origin.given:
+        raise LongmeshError(view._origin.given["otherwise"])
 
 
 def _read(view: DTensor, version: int) -> None:
@@ -152,8 +169,13 @@ def _read(view: DTensor, version: int) -> None:
 
 def run_on_views(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An op some of whose arguments are copied views. Collective where the op or the views are."""
+    if func is aten._safe_softmax.default and "otherwise" in args[0]._origin.given:
+        with _shown([args[0]]), below_autograd():
+            return func(*args, **kwargs)
     found = {id(t): t for t in all_tensors((args, kwargs)) if isinstance(t, DTensor)}
     views = [t for t in found.values() if t._origin is not None]
+    for view in views:
+        check_known(view)
     writes = {id(t) for t in all_tensors(written_arguments(func, args, kwargs))}
     if len(views) < len(found) or len(views) > 1:
         members = _members(func, args) if writes else []
