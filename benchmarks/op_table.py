@@ -21,8 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from longmesh.rules import OpCall, find_rule
+from longmesh.rules.op_facts import decomposition_of, functional_form, rule_name, run_on_meta
 from longmesh.rules.tree import all_tensors
-from longmesh.tensor.op_facts import decomposition_of, functional_form, rule_name, run_on_meta
 from support.op_sweep import OPS
 from support.rule_check import calls_of, describe
 

@@ -18,8 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from longmesh.rules.op_facts import rule_name
 from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.op_facts import rule_name
 from support.op_sweep import sweep_names
 from support.rule_check import describe
 from support.rule_proposals import propose_lines

@@ -13,6 +13,9 @@ from longmesh import Shard, distribute_tensor
 from longmesh.parallel import ColwiseParallel, parallelize_module
 
 PACKAGE = Path(longmesh.__file__).parent
+MIDDLE = ("rules/", "tensor/")
+# Files of rules/ and tensor/ that a call may pass the first time.
+MOST = {"x + w": 12, "cumsum": 14}
 PAGE = Path(__file__).parents[2] / "docs/design.md"
 
 
@@ -58,5 +61,10 @@ def test_walks(pool):
             continue
         checked.append(name)
         for files, real in zip(said, passed[name], strict=True):
-            assert len(files) >= 2 and [f for f in real if f in files] == files, (call, files, real)
+            if name == "F.linear":
+                assert len(files) >= 2 and [f for f in real if f in files] == files, (call, files, real)
+            else:
+                middle = [f for f in real if f.startswith(MIDDLE)]
+                assert middle + [f for f in real if not f.startswith(MIDDLE)] == files, (call, files, real)
+                assert len(middle) <= MOST[name]
     assert checked == ["x + w", "cumsum", "F.linear"]

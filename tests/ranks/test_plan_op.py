@@ -4,18 +4,10 @@ import pytest
 import torch
 
 from support.op_sweep import sweep_names
-from support.plan_compare import compare_plans
+from support.plan_compare import LEFT, compare_plans
 
 # Every tenth op: a choice of all families. tests/soak has them all.
 NAMES = sweep_names()[5::10]
-LEFT = {
-    "depends on the forward's table",
-    "pending lookups and remembered reductions",
-    "plain tensors",
-    "runs as other ops",
-    "scalars for a plain tensor",
-    "views that had to be copied",
-}
 
 
 @pytest.mark.parametrize(("mesh_shape", "names"), [((3,), NAMES[::2]), ((2, 2), NAMES[1::4])])

@@ -8,6 +8,16 @@ from longmesh.rules.tree import all_tensors
 from longmesh.tensor.dispatch import dispatch
 from support.op_sweep import sweep_op
 
+# Why the plan of a call may be left alone: plan_op is told neither, or what is sent is known once values are.
+LEFT = {
+    "depends on the forward's table",
+    "pending lookups and remembered reductions",
+    "plain tensors",
+    "runs as other ops",
+    "scalars for a plain tensor",
+    "views that had to be copied",
+}
+
 
 class PlanCompare(TorchDispatchMode):
     """Compares the plan of each op on DTensors with that of `plan_op`, at this rank's coordinate. `left`: how many were

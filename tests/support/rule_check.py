@@ -17,10 +17,10 @@ import torch
 from longmesh._torch import TorchDispatchMode
 from longmesh.rules import AxisRule, LocalView, Meta, OpCall, find_rule
 from longmesh.rules.lookup import Masked
+from longmesh.rules.op_facts import functional_form, rule_name, run_on_meta
 from longmesh.rules.tree import map_tensors
 from longmesh.spec import Layout, MeshShape
 from longmesh.tensor.mask_buffer import MaskBuffer
-from longmesh.tensor.op_facts import functional_form, rule_name, run_on_meta
 from support.simulate import combine, make_locals
 
 

@@ -15,9 +15,9 @@ import itertools
 import torch
 
 from longmesh.rules import AxisRule, OpCall, Rule, find_rule
+from longmesh.rules.op_facts import functional_form, rule_name, run_on_meta
 from longmesh.rules.tree import map_tensors
 from longmesh.spec import Layout, MeshShape, Partial, Replicate, Shard
-from longmesh.tensor.op_facts import functional_form, rule_name, run_on_meta
 from support.rule_check import describe, run_local
 from support.simulate import combine, make_locals
 

@@ -5,8 +5,8 @@ import warnings
 
 import torch
 
+from longmesh.rules.op_facts import functional_form
 from longmesh.rules.tree import all_tensors
-from longmesh.tensor.op_facts import functional_form
 from support.op_sweep import OPS
 from support.rule_check import calls_of, check_calls, describe
 

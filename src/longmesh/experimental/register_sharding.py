@@ -19,12 +19,12 @@ from longmesh._torch import OpOverload, schema_of
 from longmesh.errors import LongmeshError
 from longmesh.experimental.rule_check import check_rule
 from longmesh.experimental.written import run_written
+from longmesh.rules.op_facts import rule_name, run_on_meta
 from longmesh.rules.rule import AxisRule, Meta, OpCall, OutMeta, Rule
 from longmesh.rules.table import registered
 from longmesh.spec import Placement, Shard
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.dispatch import dispatch
-from longmesh.tensor.op_facts import rule_name, run_on_meta
 
 Line = tuple[Sequence[Placement | None], Sequence[Placement | None]]
 ShardingFunction = Callable[..., Sequence[Line]]

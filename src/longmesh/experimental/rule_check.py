@@ -13,10 +13,10 @@ import torch
 
 from longmesh._torch import OpOverload
 from longmesh.errors import LongmeshError
+from longmesh.rules.op_facts import written_arguments
 from longmesh.rules.rule import AxisRule, Meta, OpCall, Rule
 from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.spec import Layout, MeshShape, Partial, Placement, Shard
-from longmesh.tensor.op_facts import written_arguments
 
 _RANKS = (2, 3)
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from longmesh._torch import OpOverload, schema_of
+from longmesh.rules.op_facts import rule_name, written_arguments
 from longmesh.rules.planned import Part, Planned
 from longmesh.rules.rule import OutMeta, arguments_of
 from longmesh.rules.table import registered
 from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.spec import Layout
 from longmesh.tensor.lines import describe_call
-from longmesh.tensor.op_facts import rule_name, written_arguments
 from longmesh.tensor.planner import Planner
 from longmesh.tensor.propagate import choose
 

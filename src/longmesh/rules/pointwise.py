@@ -195,6 +195,14 @@ def number(call: OpCall, name: str) -> float:
     return 0.0
 
 
+def alpha(call: OpCall) -> float:
+    return number(call, "alpha")
+
+
+def minus_alpha(call: OpCall) -> float:
+    return -number(call, "alpha")
+
+
 def identity(call: OpCall) -> list[AxisRule]:
     """The same values again: whatever is pending stays so."""
     return [*shard_lines(call), *(line([p] * len(call.tensors), p) for p in (P, AVG, MIN, MAX, PRODUCT))]

@@ -10,6 +10,7 @@ import torch
 from longmesh._torch import aten
 from longmesh.rules.lookup import copy_pending
 from longmesh.rules.pointwise import (
+    alpha,
     convert,
     copy_meta,
     fill_where,
@@ -17,6 +18,7 @@ from longmesh.rules.pointwise import (
     identity,
     linear,
     lookup,
+    minus_alpha,
     number,
     ordered,
     pending_lines,
@@ -35,14 +37,6 @@ DECREASING = pointwise(ordered((0,), sign=lambda call: -1))
 LINEAR = pointwise(linear((0,)))  # a gradient through a saved tensor, a quotient
 SCALED = pointwise(scaled((0,), (1,), by_zero=True), ordered((0,), sign=lambda call: number(call, "other")))
 SAME = Rule(identity, lambda call: (like(call.tensors[0]),))
-
-
-def alpha(call: OpCall) -> float:
-    return number(call, "alpha")
-
-
-def minus_alpha(call: OpCall) -> float:
-    return -number(call, "alpha")
 
 
 _SUM = linear((0, 1), affine=((0,), (1,)))

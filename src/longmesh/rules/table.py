@@ -6,6 +6,7 @@ its functional form; the dispatcher does the writing.
 
 from __future__ import annotations
 
+from longmesh._torch import OpOverload
 from longmesh.rules import (
     arg_reduction,
     attention,
@@ -41,7 +42,8 @@ from longmesh.rules import (
     values,
     view,
 )
-from longmesh.rules.rule import Rule
+from longmesh.rules.op_facts import facts_of
+from longmesh.rules.rule import Program, Rule
 
 TABLE: dict[str, Rule] = {
     **pointwise_table.RULES,
@@ -92,3 +94,17 @@ def find_own_rule(name: str) -> Rule | None:
 def find_rule(name: str) -> Rule | None:
     """The rule of an aten overload such as "add.Tensor"."""
     return find_own_rule(name) or pointwise_table.by_tag(name)
+
+
+def rule_of(func: OpOverload) -> Rule | None:
+    """An op's rule; of an in-place or out= op that has none of its own, that of its functional form."""
+    facts = facts_of(func)
+    own = None if facts.functional is None else find_own_rule(facts.name)
+    return own or find_rule(facts.rule_name)
+
+
+def program_of(func: OpOverload) -> Program | None:
+    """What writes the steps of an op, where its rule has more than lines. Not that of its functional form."""
+    facts = facts_of(func)
+    rule = find_rule(facts.name) if facts.functional is None else find_own_rule(facts.name)
+    return None if rule is None else rule.program

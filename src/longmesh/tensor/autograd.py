@@ -21,12 +21,12 @@ from longmesh.comm.agree import agree_on_mesh
 from longmesh.comm.verify import broadcast_replicas, verify_local_shapes
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, MeshShape, Partial, Placement
-from longmesh.spec.strides import contiguous_stride, stride_like
+from longmesh.spec.strides import contiguous_stride, global_stride, stride_like
 from longmesh.tensor.arguments import normalize_placements
 from longmesh.tensor.dtensor import DTensor, wrap
 from longmesh.tensor.foreign import refuse_transformed
 from longmesh.tensor.mask_buffer import without_mask
-from longmesh.tensor.meta import check_averages, even_global_shape, global_stride
+from longmesh.tensor.meta import check_averages, even_global_shape
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 from longmesh.tensor.view_origin import check_known, is_outdated, refresh
 

@@ -11,17 +11,25 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload, base_of, is_tracing, make_quickly, no_dispatch, reference_count
+from longmesh._torch import (
+    OpOverload,
+    base_of,
+    is_tracing,
+    make_around,
+    make_quickly,
+    no_dispatch,
+    reference_count,
+)
 from longmesh.comm import MeshComm
 from longmesh.errors import LongmeshError
 from longmesh.rules.lookup import Masked
 from longmesh.rules.steps import Slot
 from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.spec import Layout
+from longmesh.spec.strides import global_stride, in_order_of
 from longmesh.tensor.bind_steps import Comms, Frame, Run, bind_step
-from longmesh.tensor.dtensor import DTensor, wrap as wrap_tensor
+from longmesh.tensor.dtensor import DTensor
 from longmesh.tensor.mask_buffer import PendingLookup
-from longmesh.tensor.meta import global_stride, in_order_of
 from longmesh.tensor.op_plan import NOTHING, Given, OpPlan, Output, Whole
 from longmesh.tensor.plain import expect_lengths
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
@@ -211,7 +219,7 @@ def wrap(local: Any, output: BoundOutput) -> DTensor:
         given, is_free = local, not (output.is_alias or known.is_symbolic or local.is_sparse)
         local = in_order_of(output.stride, given) if is_free else given
         output.known = known if local is given else None
-    result = wrap_tensor(local, known)
+    result = make_around(known.tensor_class, local, known, False)
     if mask is not None:
         result._lookup = PendingLookup.of_mask(mask)
     elif output.shares is None and known.has_lookup:  # this rank has all rows, the others none

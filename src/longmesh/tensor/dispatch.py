@@ -140,7 +140,7 @@ class Dispatcher:
         kwargs: dict[str, Any],
     ) -> Any:
         """The plan of a call whose like was not seen; the result of one that runs as another call."""
-        func, note = table.func, table.note_of(args, kwargs)
+        func, note = table.func, _note_of(table, args, kwargs)
         if table.is_mixed and is_split(args, kwargs):
             return run_split(self.from_torch, func, args, kwargs)
         ready = self._with_layouts(table, args, kwargs)
@@ -170,8 +170,10 @@ class Dispatcher:
             plan = BoundPlan(made, comms)
         return execute(plan, func, args, kwargs)
 
-    def _make(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any) -> Any:
-        comm = comm_anywhere(common_mesh(args, kwargs))
+    def _make(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], comm: Any = None, **how: Any
+    ) -> Any:
+        comm = comm_anywhere(common_mesh(args, kwargs)) if comm is None else comm
         return make_plan(func, args, kwargs, comm, warned=self.warned, **how)
 
     def _find(
@@ -220,9 +222,9 @@ class Dispatcher:
             layouts = [lead, *[part for part in key or () if type(part) is TensorLayout]]
             is_symbolic = any(own.is_symbolic for own in layouts)
             is_traced = dispatch_mode_count() > 0
-            made, comms, recipe, by_value = self._make(
-                table.func, args, kwargs, is_traced=is_traced, note=None if note is None else note[0]
-            )
+            comm = None if key is None or any(own.comm is not lead.comm for own in layouts) else lead.comm
+            how = {"is_traced": is_traced, "note": None if note is None else note[0]}
+            made, comms, recipe, by_value = self._make(table.func, args, kwargs, comm, **how)
             by_value = by_value or any(own.layout.partial_axes for own in layouts)
             if not lead.comm.is_member:
                 recipe = None
@@ -258,11 +260,16 @@ class Dispatcher:
     def plan_of(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundPlan | None:
         """The plan that a call would run by; None of one that has none: it writes scalars to a plain tensor."""
         table = self.tables.get(id(func)) or self._table(func)
-        note, ready = table.note_of(args, kwargs), self._with_layouts(table, args, kwargs)
+        note, ready = _note_of(table, args, kwargs), self._with_layouts(table, args, kwargs)
         if ready is None:
             return None
         lead = next(t for t in all_tensors(ready) if isinstance(t, DTensor))._tensor_layout
         return self._find(table, lead, table.key(*ready), *ready, note)
+
+
+def _note_of(table: OpTable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+    """What a plan of this call depends on beyond its key, if there is anything; asked before all else."""
+    return None if table.note is None else (table.note(table.func, args, kwargs),)
 
 
 def _keep(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:

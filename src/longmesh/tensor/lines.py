@@ -13,11 +13,10 @@ import torch
 from longmesh._torch import OpOverload
 from longmesh.comm import Place
 from longmesh.rules import LocalView, Meta, OpCall, Rule
-from longmesh.rules.steps import GivenCall, LocalCall, Slot, Step
-from longmesh.rules.tree import map_tensors
-from longmesh.spec import Coordinate, Layout
-from longmesh.tensor.mask_buffer import without_mask
-from longmesh.tensor.op_facts import OpFacts, quick_call, run_on_meta
+from longmesh.rules.op_facts import OpFacts, facts_of, quick_call, run_on_meta
+from longmesh.rules.steps import GivenCall, LocalCall, Redistribute, Slot, Step
+from longmesh.rules.tree import all_tensors, map_tensors
+from longmesh.spec import Coordinate, Layout, MaskPartial
 from longmesh.tensor.op_plan import OpPlan, Output
 from longmesh.tensor.propagate import Choice, choose
 
@@ -169,22 +168,43 @@ def slots_for_metas(value: Any, slots: list[int]) -> Any:
     return {k: slots_for_metas(v, slots) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def plan_lines(
-    facts: OpFacts, lines: Lines, place: Place, moves: list[Step], slots: list[int], num_slots: int
-) -> OpPlan:
+def plan_call(
+    func: OpOverload, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], comm: Any
+) -> tuple[OpPlan, Recipe | None] | None:
+    """The plan of a call of tensors on one mesh by the lines of its rule, and how to plan calls of other sizes, if that
+    is known. None where an in-place op can't write there."""
+    facts = facts_of(func)
+    lines = find_lines(func, facts, rule, args, kwargs, comm)
+    if lines is None:
+        return None
+    slots, moves = list(range(len(lines.layouts))), list[Step]()
+    if lines.choice.inputs != lines.layouts:
+        tensors: list[Any] = all_tensors((args, kwargs))
+        for number, (have, want) in enumerate(zip(lines.layouts, lines.choice.inputs, strict=True)):
+            if have is not want:
+                own, slots[number] = tensors[number]._tensor_layout, len(lines.layouts) + len(moves)
+                what = (have, want, tuple(own.shape), own.dtype, number)
+                moves.append(Redistribute(number, slots[number], *what))
+    plan = plan_lines(facts, lines, comm.place, moves, slots)
+    is_open = not (rule.reads_sizes or moves or any(entry.even for entry in lines.choice.lines))
+    return plan, Recipe(func, facts, rule, lines.choice, plan) if is_open else None
+
+
+def plan_lines(facts: OpFacts, lines: Lines, place: Place, moves: list[Step], slots: list[int]) -> OpPlan:
     """The plan of a call that is its lines: `moves` of inputs, which are then in `slots`, and one local call."""
+    out = len(slots) + len(moves)
     if lines.static is None:
-        last: Step = GivenCall(lines.call, tuple(slots), num_slots)
+        last: Step = GivenCall(lines.call, tuple(slots), out)
     else:
         args, kwargs = slots_for_metas(lines.static, slots)
-        last = LocalCall(lines.call, args, kwargs, num_slots)
+        last = LocalCall(lines.call, args, kwargs, out)
     is_view = facts.functional is None and facts.is_view
-    has_lookup = any(without_mask(y) is not y for y in lines.choice.outputs)
+    has_lookup = any(MaskPartial in map(type, y.placements) for y in lines.choice.outputs)
     return OpPlan(
         steps=(*moves, last),
         places=(place,),
         outputs=outputs_of(lines.op_call, lines.choice, is_view),
-        num_slots=num_slots + 1,
+        num_slots=out + 1,
         is_single=len(lines.choice.outputs) == 1 and facts.returns_one_tensor,
         plain=lines.call if not moves and lines.static is None and not has_lookup else None,
         written=0 if facts.functional is not None else None,
@@ -225,9 +245,5 @@ class Recipe(NamedTuple):
             )
             return OpPlan(model.steps, model.places, outputs, None, *kept)
         lines = local_form(self.func, self.facts, rule, call, layouts, choice, comm)
-        count = len(layouts)
-        return (
-            None
-            if lines is None
-            else plan_lines(self.facts, lines, comm.place, [], list(range(count)), count)
-        )
+        slots = list(range(len(layouts)))
+        return None if lines is None else plan_lines(self.facts, lines, comm.place, [], slots)

@@ -13,13 +13,14 @@ import torch
 from longmesh._torch import OpOverload, no_dispatch_modes, schema_of
 from longmesh.errors import LongmeshError
 from longmesh.rules import Rule
+from longmesh.rules.op_facts import decomposition_of, facts_of, written_arguments
 from longmesh.rules.planned import Planned, Unplannable
+from longmesh.rules.table import program_of, rule_of
 from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.spec.strides import contiguous_stride
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.lines import Recipe, view_strides
+from longmesh.tensor.lines import Recipe, plan_call, view_strides
 from longmesh.tensor.one_by_one import plan_one_by_one, plan_through_views
-from longmesh.tensor.op_facts import decomposition_of, facts_of, program_of, rule_of, written_arguments
 from longmesh.tensor.op_plan import OpPlan
 from longmesh.tensor.planner import Planner
 
@@ -44,14 +45,14 @@ def make_plan(
         return plan_one_by_one(func, comm.place), (comm,), None, True
     if any(is_laid_out(t) and t._tensor_layout.is_copied_view for t in tensors):
         return plan_through_views(func, comm.place), (comm,), None, False
-    planner = Planner(comm, tensors[0].device, warned)
-    planner.func, planner.is_traced, planner.note = func, is_traced, note
     is_simple = _are_simple(tensors)
     has_lines = rule is not None and rule.axis_rules is not None and not facts.has_out
     if is_simple and rule is not None and has_lines and (program is None or rule.keeps_lookups):
-        plan = planner.lines_of_call(func, rule, args, kwargs)
-        if plan is not None:
-            return plan, (comm,), planner.recipe, planner.by_value
+        made = plan_call(func, rule, args, kwargs, comm)
+        if made is not None:
+            return made[0], (comm,), made[1], made[0].plain is None
+    planner = Planner(comm, tensors[0].device, warned)
+    planner.func, planner.is_traced, planner.note = func, is_traced, note
     try:
         with no_dispatch_modes(), torch.no_grad():
             result = _write(planner, func, rule, args, kwargs, is_simple=is_simple)

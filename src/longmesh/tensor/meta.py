@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout, Partial
-from longmesh.spec.strides import contiguous_stride, stride_like
 
 
 def even_global_shape(layout: Layout, local_shape: Sequence[int]) -> tuple[int, ...]:
@@ -42,28 +40,6 @@ def joined_shape(
                 f"coordinate {coordinate} holds {tuple(want)}, but its part is {tuple(have)}; {remedy}"
             )
     return tuple(shape)
-
-
-def global_stride(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
-    """The stride of a dense tensor of `shape` whose dims are in memory as those of `local` do.
-
-    Pitfall: `is_contiguous` must not be asked. It is true of an empty part in any order, and torch takes other ways
-    through an op by the answer: one rank alone would.
-    """
-    stride = local.stride()
-    is_usual = all(a >= b for a, b in itertools.pairwise(stride))
-    return contiguous_stride(shape) if is_usual else stride_like(shape, stride)
-
-
-def in_order_of(stride: Sequence[int], local: torch.Tensor) -> torch.Tensor:
-    """`local`, or a copy whose dims are in memory in the order of `stride`, the whole's: whether the whole can be seen
-    in another shape is decided by that alone, and then its parts must be, too."""
-    order = sorted(range(len(stride)), key=lambda d: (-stride[d], d))
-    found = local.stride()
-    if all(found[a] >= found[b] for a, b in itertools.pairwise([d for d in order if local.shape[d] > 1])):
-        return local
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return local.permute(order).contiguous().permute(back)
 
 
 def check_averages(layout: Layout, dtype: torch.dtype) -> None:

@@ -9,10 +9,10 @@ import torch
 
 from longmesh._torch import OpOverload
 from longmesh.comm import Place
+from longmesh.rules.op_facts import decomposition_of, facts_of, refuse_new_shape, written_targets
 from longmesh.rules.steps import RunOps, Slot
 from longmesh.tensor.autograd import apply_lookup_mask, move
 from longmesh.tensor.bound_plan import replace_target
-from longmesh.tensor.op_facts import decomposition_of, facts_of, refuse_new_shape, written_targets
 from longmesh.tensor.op_plan import OpPlan
 from longmesh.tensor.plain import decomposing, on_whole_tensors
 from longmesh.tensor.view_origin import run_on_views

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from longmesh._torch import OpOverload, increment_version, schema_of
+from longmesh.rules.op_facts import is_pointwise
+from longmesh.rules.table import rule_of
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.op_facts import is_pointwise, rule_of
 from longmesh.tensor.table_notes import Note
 from longmesh.tensor.tensor_layout import TensorLayout
 
@@ -56,10 +57,6 @@ class OpTable:
                 and str(argument.type).startswith("List")
             ]
         )
-
-    def note_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
-        """What a plan of this call depends on beyond its key, if there is anything; asked before all else."""
-        return None if self.note is None else (self.note(self.func, args, kwargs),)
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """The key of a call; None where it has symbolic sizes, which don't hash."""

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from longmesh._torch import OpOverload
 from longmesh.errors import LongmeshError
 from longmesh.rules import Meta, OpCall
+from longmesh.rules.op_facts import result_on_meta
 from longmesh.rules.steps import Execute, LocalCall, Slot
 from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.spec import Layout
@@ -27,7 +28,6 @@ from longmesh.tensor.bound_plan import BoundPlan
 from longmesh.tensor.dtensor import DTensor, wrap
 from longmesh.tensor.executors import executor_of
 from longmesh.tensor.mask_buffer import without_mask
-from longmesh.tensor.op_facts import result_on_meta
 from longmesh.tensor.op_plan import NOTHING, Given, OpPlan, Output
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
 

@@ -19,12 +19,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from longmesh._torch import OpOverload, engine_code, in_backward, schema_of, takes_no_memory
 from longmesh.errors import LongmeshError
+from longmesh.rules.op_facts import out_names
 from longmesh.rules.tree import all_tensors, map_tensors
 from longmesh.spec import Layout
 from longmesh.tensor.arguments import check_scalar_mesh, refuse_meshes
 from longmesh.tensor.autograd import move
 from longmesh.tensor.dtensor import DTensor
-from longmesh.tensor.op_facts import out_names
 
 # While an op is decomposed: what its decomposition makes is the same on every rank.
 decomposing: ContextVar[bool] = ContextVar("longmesh_decomposing", default=False)

@@ -15,25 +15,24 @@ from typing import Any, NamedTuple
 import torch
 
 from longmesh._torch import OpOverload, TorchDispatchMode, aten, schema_of
-from longmesh.rules import OpCall, Rule
+from longmesh.rules import OpCall
 from longmesh.rules.lookup import Masked
-from longmesh.rules.planned import Planned, Unplannable
-from longmesh.rules.steps import Exchange, Forget, GivenCall, Redistribute, Slot, drops
-from longmesh.rules.tree import all_tensors, map_tensors
-from longmesh.spec import Layout
-from longmesh.spec.strides import contiguous_stride
-from longmesh.tensor.lines import Recipe, describe_call, find_lines, pends_more, plan_lines, slots_for_metas
-from longmesh.tensor.mask_buffer import MaskBuffer, without_mask
-from longmesh.tensor.op_facts import (
+from longmesh.rules.op_facts import (
     decomposition_of,
     facts_of,
-    program_of,
     quick_call,
     refuse_new_shape,
     result_on_meta,
-    rule_of,
     written_targets,
 )
+from longmesh.rules.planned import Planned, Unplannable
+from longmesh.rules.steps import Exchange, Forget, GivenCall, Redistribute, Slot, drops
+from longmesh.rules.table import program_of, rule_of
+from longmesh.rules.tree import all_tensors, map_tensors
+from longmesh.spec import Layout
+from longmesh.spec.strides import contiguous_stride
+from longmesh.tensor.lines import Recipe, describe_call, find_lines, pends_more, plan_call, slots_for_metas
+from longmesh.tensor.mask_buffer import MaskBuffer, without_mask
 from longmesh.tensor.op_plan import NOTHING, Given, OpPlan, Output, Whole
 from longmesh.tensor.propagate import Choice, choose
 from longmesh.tensor.step_cost import is_collective
@@ -72,28 +71,6 @@ class Planner(StepWriter):
         self.recipe: Recipe | None = None
 
     # -- the call itself -----------------------------------------------------------------------
-
-    def lines_of_call(
-        self, func: OpOverload, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> OpPlan | None:
-        """The plan of a call of tensors on one mesh by the lines of its rule; None where an in-place op can't write
-        there."""
-        facts, comm = facts_of(func), self.comm
-        lines = find_lines(func, facts, rule, args, kwargs, comm)
-        if lines is None:
-            return None
-        count = len(lines.layouts)
-        slots, self.num_slots = list(range(count)), count
-        if lines.choice.inputs != lines.layouts:
-            tensors: list[Any] = all_tensors((args, kwargs))
-            for number, (have, want) in enumerate(zip(lines.layouts, lines.choice.inputs, strict=True)):
-                if have is not want:
-                    slots[number] = self.move(number, tensors[number]._tensor_layout, want, number)
-        plan = plan_lines(facts, lines, comm.place, self.steps, slots, self.num_slots)
-        self.by_value = plan.plain is None
-        if not (rule.reads_sizes or self.steps or any(entry.even for entry in lines.choice.lines)):
-            self.recipe = Recipe(func, facts, rule, lines.choice, plan)
-        return plan
 
     def call_given(self, lists: Sequence[Any], strides: Sequence[tuple[int, ...]]) -> OpPlan:
         func = self.func
@@ -141,8 +118,10 @@ class Planner(StepWriter):
         if rule is None or rule.axis_rules is None or facts.has_out or not tensors:
             return self._without_rule(func, args, kwargs, tensors)
         if func is self.func and args is self.given and not self.steps:
-            plan = self.lines_of_call(func, rule, args, kwargs)
-            if plan is not None:
+            made = plan_call(func, rule, args, kwargs, self.comm)
+            if made is not None:
+                plan, self.recipe = made
+                self.by_value = plan.plain is None
                 return plan
         lines = find_lines(func, facts, rule, args, kwargs, self.comm)
         if lines is None:
@@ -296,8 +275,11 @@ class Planner(StepWriter):
             drops=drops(steps, kept, self.num_inputs),
             replaces=self.replaces,
             is_view=is_view,
-            is_copy=is_copied_view
-            or any(isinstance(s, (Redistribute, Exchange)) or is_collective(s, places) for s in steps),
+            is_copy=is_view
+            and (
+                is_copied_view
+                or any(isinstance(s, (Redistribute, Exchange)) or is_collective(s, places) for s in steps)
+            ),
             needs_values=self.needs_values,
             lengths=self.lengths,
             how=how,

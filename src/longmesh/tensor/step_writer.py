@@ -119,11 +119,10 @@ class StepWriter:
     def unmasked(self, x: Planned) -> Planned:
         """An input, the mask of its pending lookup applied."""
         own = x._tensor_layout
-        plain = without_mask(own.layout)
-        if plain is not own.layout:
+        if own.has_lookup:
             assert x.input is not None
             self.steps.append(ApplyMask(x.input))
-            x._tensor_layout = own.with_layout(plain)
+            x._tensor_layout = own.with_layout(without_mask(own.layout))
         return x
 
     @contextlib.contextmanager

@@ -33,10 +33,10 @@ from longmesh._torch import (
 )
 from longmesh.comm import run_plan
 from longmesh.errors import LongmeshError
+from longmesh.rules.op_facts import functional_form, is_view, written_arguments
 from longmesh.rules.rule import arguments_of
 from longmesh.rules.tree import all_tensors
 from longmesh.tensor.dtensor import DTensor, wrap
-from longmesh.tensor.op_facts import functional_form, is_view, written_arguments
 from longmesh.tensor.tensor_layout import version_of
 
 

@@ -5,9 +5,9 @@ import torch
 
 from longmesh.rules import OpCall, find_rule
 from longmesh.rules.attention_cuda import NAMES
+from longmesh.rules.op_facts import rule_name, run_on_meta
 from longmesh.rules.tree import map_tensors
 from longmesh.spec import Layout, MeshShape, Shard
-from longmesh.tensor.op_facts import rule_name, run_on_meta
 from support.rule_check import describe
 
 aten = torch.ops.aten

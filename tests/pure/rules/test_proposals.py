@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from longmesh.rules import OpCall, find_rule
+from longmesh.rules.op_facts import rule_name
 from longmesh.spec import Partial, Replicate
-from longmesh.tensor.op_facts import rule_name
 from support.rule_check import describe
 from support.rule_proposals import propose_lines
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longmesh.rules import find_rule
-from longmesh.tensor.op_facts import rule_name, run_on_meta
+from longmesh.rules.op_facts import rule_name, run_on_meta
 from support.rule_check import Checked, assert_held, assert_lines_hold, calls_of, check_program, describe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")

@@ -3,7 +3,7 @@
 import torch
 
 from longmesh.rules import find_rule
-from longmesh.tensor.op_facts import rule_name, run_on_meta
+from longmesh.rules.op_facts import rule_name, run_on_meta
 from support.rule_check import Checked, assert_held, assert_lines_hold, calls_of, check_program, describe
 
 RANKS = (2, 3, 4)

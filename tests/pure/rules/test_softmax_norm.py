@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from longmesh.rules import find_rule
-from longmesh.tensor.op_facts import rule_name, run_on_meta
+from longmesh.rules.op_facts import rule_name, run_on_meta
 from support.rule_check import Checked, assert_held, calls_of, check_calls, describe
 
 RANKS = (2, 4)

@@ -17,9 +17,7 @@ from longmesh._torch import (
     schema_of,
 )
 from longmesh.errors import LongmeshError
-from longmesh.rules import Meta, OpCall, OutMeta, Program, Rule, find_rule
-from longmesh.rules.rule import arguments_of
-from longmesh.rules.table import find_own_rule
+from longmesh.rules.rule import Meta, OpCall, OutMeta, arguments_of
 from longmesh.rules.tree import all_tensors
 
 
@@ -27,6 +25,8 @@ class OpFacts(NamedTuple):
     """What an op's schema says."""
 
     functional: OpOverload | None
+    # The op's own name, and that of its functional form, if it is not one.
+    name: str
     rule_name: str
     has_out: bool
     returns_one_tensor: bool
@@ -43,6 +43,7 @@ def facts_of(func: OpOverload) -> OpFacts:
     functional = functional_form(func)
     return OpFacts(
         functional,
+        rule_name(func),
         rule_name(functional or func),
         bool(out_names(func)),
         returns_one_tensor(func),
@@ -50,20 +51,6 @@ def facts_of(func: OpOverload) -> OpFacts:
         is_view(func) and is_composite(func),
         rule_name(func) in ("_conj.default", "_neg_view.default"),
     )
-
-
-def rule_of(func: OpOverload) -> Rule | None:
-    """An op's rule; of an in-place or out= op that has none of its own, that of its functional form."""
-    facts = facts_of(func)
-    own = None if facts.functional is None else find_own_rule(rule_name(func))
-    return own or find_rule(facts.rule_name)
-
-
-def program_of(func: OpOverload) -> Program | None:
-    """What writes the steps of an op, where its rule has more than lines. Not that of its functional form."""
-    is_functional = facts_of(func).functional is None
-    rule = rule_of(func) if is_functional else find_own_rule(rule_name(func))
-    return None if rule is None else rule.program
 
 
 def out_names(func: OpOverload) -> list[str]:
@@ -101,9 +88,10 @@ def result_on_meta(call: OpCall) -> Any:
     def empty(value: Any) -> Any:
         if isinstance(value, Meta):
             return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
-        if isinstance(value, (list, tuple)):
-            return type(value)(empty(v) for v in value)
-        if isinstance(value, dict):
+        kind: Any = type(value)  # pyright: ignore[reportUnknownVariableType]
+        if kind in (list, tuple):
+            return kind([empty(v) for v in value])  # pyright: ignore[reportUnknownVariableType]
+        if kind is dict:
             return {k: empty(v) for k, v in value.items()}
         return torch.device("meta") if isinstance(value, torch.device) else value
 
