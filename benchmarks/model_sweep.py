@@ -87,8 +87,9 @@ The last column is the outcome with `unknown="gather"`, on 2 ranks: layers that 
 sequence on every rank.
 
 The configurations make sure that every mechanism has an effect on these rows. Windows, chunks and blocks are shorter
-than a row, indexers choose fewer keys than are visible, and routers choose fewer experts than there are. The sweep
-checks that the logits of one process change without each mechanism. These mechanisms have no effect:
+than a row, indexers choose fewer keys than are visible, and routers choose fewer experts than there are. To check
+this, the sweep turns off each mechanism in one process and compares the logits. These mechanisms have no effect on
+the logits:
 
 {idle}
 

@@ -49,9 +49,9 @@ valid, so that line is not listed.
 | `other ops` | the op is decomposed into ops that have lines or steps |
 | `replicated only` | the inputs are gathered first |
 
-The outcome is that of a run on 3 gloo ranks, in random layouts, against plain torch. `refused` means that some
-layouts raise an error that names the alternative. The rows were measured with torch {torch}, the oldest on {oldest}.
-The first command measures all rows again, the second only some, and the third only writes this page:
+For the outcome, each op ran on 3 gloo ranks in random layouts, and was compared with plain torch. `refused` means
+that some layouts raise an error that names the alternative. The rows were measured with torch {torch}, the oldest on
+{oldest}. The first command measures all rows again, the second only some, and the third only writes this page:
 
 ```sh
 python benchmarks/record.py op_coverage

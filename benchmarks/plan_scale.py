@@ -7,9 +7,9 @@ benchmarks/layout.py with the layout `solve`, the mean of four packed rows. `ord
 consecutive tokens on each rank, as recurrent layers need them. `cross` are 1 Mi queries that see 64 Ki other keys
 (`kv_len`).
 
-`plan` is the time of plan_attention, and `route` the time in which a rank in the middle turns the plan into its own
-calls; the best of the repetitions. `memory` is the most by which the process has grown. `area` is the work of the
-busiest rank divided by the mean, and `received` the bytes sent as a share of a full ring's keys and values.
+`plan` is the time of plan_attention, and `route` the time that one rank needs to derive its own calls from the plan;
+the best of the repetitions. `memory` is the most by which the process has grown. `area` is the work of the busiest
+rank divided by the mean, and `received` the bytes sent as a share of a full ring's keys and values.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
 
 The same ranks first measure the cluster, as `longmesh doctor --save` does. Each case is a forward and a backward pass
 with 8 heads of 64 in fp32. All cases run once to warm up, and then in several rounds. `measured` is the time from the
-start of the first rank to the end of the last, in the best round; the cluster is measured in the same way, so short
-disturbances are in neither. `error` is |predicted / measured - 1|. The table shows predicted / measured milliseconds.
+start of the first rank to the end of the last, in the best round; the cluster is measured in the same way, so that
+other processes disturb neither. `error` is |predicted / measured - 1|. The table shows predicted / measured
+milliseconds.
 
 Two exchanges are ranked rightly if their predicted times have the same order as their measured times. Pairs whose
 measured times differ by at most TIE are counted separately, and only if the even and the odd rounds order them alike.

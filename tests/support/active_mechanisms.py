@@ -33,18 +33,18 @@ CHOSEN = {
 IDLE = {
     "bigbird_pegasus": (
         {"num_random_blocks"},
-        "block-sparse attention is its encoder's; a causal LM is the decoder",
+        "only its encoder has block-sparse attention; a causal LM is the decoder",
     ),
     "doge": (
         {"num_experts_per_tok"},
-        "it has experts only with is_moe=True, and those mix tokens: gathered at best",
+        "it has experts only with is_moe=True, and these mix tokens, so they could only be gathered",
     ),
     "moshi": ({"sliding_window"}, "transformers' eager attention has no window in this model"),
     "nemotron_h": ({"sliding_window"}, "transformers does not read it"),
-    "phimoe": ({"num_experts_per_tok"}, "any number chooses 2 of its experts"),
+    "phimoe": ({"num_experts_per_tok"}, "transformers always chooses 2 experts"),
     "reformer": (
         {"local_attn_chunk_length", "lsh_attn_chunk_length"},
-        "a row must be whole chunks, and 37 tokens are one",
+        "rows must be a multiple of a chunk, so a row of 37 tokens is one chunk",
     ),
 }
 # Tokens that are computed at a time: they change nothing but the order of sums.
