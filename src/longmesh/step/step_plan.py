@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from longmesh.attention.plan.attention_plan import AttentionPlan
@@ -105,6 +107,11 @@ class StepPlan:
         from longmesh.step.explain import explain_step
 
         return explain_step(self)
+
+    def draw(self, path: str) -> None:
+        """Write a page with charts, as `longmesh plan --out` does."""
+        page = import_module("longmesh.debug.step_page")  # drawing is above planning
+        Path(path).write_text(page.step_page(self), encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
         """The figures under names that stay."""

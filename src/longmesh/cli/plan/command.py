@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longmesh.cli.arguments import number, refuse, suggest, token_count, whole_number
+from longmesh.cli.doctor.command import find_file_problem
 from longmesh.errors import LongmeshError
 from longmesh.plan.gpus import GPUS
 from longmesh.plan.named_clusters import find_cluster_problem
@@ -172,6 +173,10 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return f"--attention-tflops {options.attention_tflops:g}: give a positive number"
     if options.memory is not None and not options.memory > 0:
         return "--memory: give a positive size"
+    if options.out is not None:
+        problem = find_file_problem(options.out)
+        if problem is not None:
+            return f"--out {options.out or repr(options.out)}: {problem}"
     return _mesh_problem(options, count) or _documents_problem(options) or _config_problem(options.config)
 
 

@@ -7,19 +7,23 @@ import contextlib
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from longmesh.cli.arguments import refuse
 from longmesh.cli.plan.command import PROGRAM, batch_of, read_lengths
 from longmesh.cli.plan.table import describe, next_reason
+from longmesh.debug.step_page import step_page
 from longmesh.errors import LongmeshError
 from longmesh.hf.plan_step import DTYPES, config_of, search_with
 from longmesh.hf.step_tracer import StepTracer
 from longmesh.plan import Cluster
 from longmesh.step.search import Choices, Found
 from longmesh.step.setting import StepMachine, StepMesh, StepOptions
+from longmesh.step.step_plan import StepPlan, Tracer, plan_traced
 
 SHOWN = 5
+MOST_LONGER = 8
 MOST_ROWS = 16  # that the search tries
 
 
@@ -27,7 +31,9 @@ def run(options: argparse.Namespace) -> int:
     """Plan, and print; the exit code."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no part of the answer
-            found = search(options)
+            found, tracer = search(options)
+            if options.out is not None:
+                write_page(Path(options.out), found.best, tracer)
     except LongmeshError as error:
         return refuse(PROGRAM, " ".join(str(error).split()))
     if options.json:
@@ -37,7 +43,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def search(options: argparse.Namespace) -> Found:
+def write_page(path: Path, best: StepPlan, tracer: Tracer) -> None:
+    """The page, with what happens if the sequence doubles, until it no longer fits."""
+    longer: list[StepPlan] = []
+    plan = best
+    while plan.fits and len(longer) < MOST_LONGER and not plan.options.lengths:
+        plan = plan_traced(tracer, plan.mesh, plan.seq_len * 2, plan.machine, plan.options)
+        longer.append(plan)
+    path.write_text(step_page(best, longer), encoding="utf-8")
+
+
+def search(options: argparse.Namespace) -> tuple[Found, Tracer]:
     """Every candidate that the arguments leave, ranked."""
     machine = machine_of(options)
     config = config_of(options.config)
@@ -56,10 +72,11 @@ def search(options: argparse.Namespace) -> Found:
     meshes = None if options.mesh is None else [StepMesh(**options.mesh)]
     choices = choices_of(options)
     tracer = StepTracer(config, DTYPES[options.dtype], options.seq_len * max(choices.rows))
-    return search_with(
+    found = search_with(
         tracer, config, count, options.seq_len, machine, run_as, choices, meshes,
         needs_one_layer=options.memory is not None,
     )  # fmt: skip
+    return found, tracer
 
 
 def choices_of(options: argparse.Namespace) -> Choices:
