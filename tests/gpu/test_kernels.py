@@ -5,8 +5,7 @@ import torch
 
 from longmesh.attention import ContextParallel, masks
 from longmesh.attention.kernel.base import Need
-from longmesh.attention.kernel.choose import kernels
-from longmesh.attention.kernel.self_check import check_kernel
+from longmesh.attention.kernel.choose import check_kernel, kernels
 from support.attention_reference import check_close, inputs, reference
 
 MASKS = {

@@ -10,13 +10,12 @@ import torch.distributed as dist
 
 from longmesh.attention import ContextParallel, masks
 from longmesh.attention.kernel.base import Need
-from longmesh.attention.kernel.choose import kernels
+from longmesh.attention.kernel.choose import check_kernel, kernels
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.kernel.cuda_flash import CudaFlash
 from longmesh.attention.kernel.cuda_sdpa import CudaCudnn, CudaEfficient
 from longmesh.attention.kernel.flex import Flex
 from longmesh.attention.kernel.math import Math
-from longmesh.attention.kernel.self_check import check_kernel
 from longmesh.errors import LongmeshError
 from longmesh.testing.device.tensor import STAND_INS
 from longmesh.testing.mesh import world_mesh

@@ -7,17 +7,17 @@ print(plan.explain())
 from longmesh.attention import masks
 from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.exchange.allgather import AllGather
-from longmesh.attention.exchange.auto import AutoExchange
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.exchange.cheapest import Cheapest
 from longmesh.attention.exchange.hybrid import Hybrid
+from longmesh.attention.exchange.named import AutoExchange
 from longmesh.attention.exchange.ring import Ring
 from longmesh.attention.exchange.sparse import Sparse
 from longmesh.attention.exchange.staged import StagedExchange
 from longmesh.attention.exchange.ulysses import HeadPart, HeadShare, Ulysses
-from longmesh.attention.layout.auto import Auto
 from longmesh.attention.layout.base import Ownership, TokenLayout, Workload
 from longmesh.attention.layout.contiguous import Contiguous
+from longmesh.attention.layout.named import Auto
 from longmesh.attention.layout.ordered import Ordered
 from longmesh.attention.layout.per_document import PerDocument
 from longmesh.attention.layout.round_robin import RoundRobin

@@ -39,8 +39,7 @@ from longmesh.recurrent.kernel.packages import Packages
 from longmesh.recurrent.kernel.selective import SelectiveScan
 from longmesh.recurrent.plan import RecurrentPlan, documents_of_positions, plan_recurrent
 from longmesh.recurrent.runner import Result, Runner
-from longmesh.recurrent.running_max import RunningMax, running_max
-from longmesh.recurrent.scaled import mlstm, wkv
+from longmesh.recurrent.scaled import RunningMax, mlstm, running_max, wkv
 
 
 class RecurrentParallel:

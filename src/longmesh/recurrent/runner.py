@@ -15,9 +15,8 @@ from torch import Tensor
 from longmesh.comm.agree import agree, checks_every_call
 from longmesh.errors import LongmeshError
 from longmesh.recurrent.chain import Chain
-from longmesh.recurrent.choose import KernelChoice, find_kernel
+from longmesh.recurrent.choose import KernelChoice, compare_convolutions, compare_layers, find_kernel
 from longmesh.recurrent.chunks import Chunks, chunks_of
-from longmesh.recurrent.compare import compare_convolutions, compare_layers
 from longmesh.recurrent.convolution import convolve
 from longmesh.recurrent.function import run
 from longmesh.recurrent.gather import share_last

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.attention.layout.base import collect
 from longmesh.attention.layout.given import GivenLayout
-from longmesh.attention.mods.captured import captured_tensors
+from longmesh.attention.mods import captured_tensors
 from longmesh.attention.scope import flex
 from longmesh.attention.scope.cut_sequence import CutSequence, check_heads
 from longmesh.comm import MeshComm, comm_anywhere, comm_of, kept_by_mesh

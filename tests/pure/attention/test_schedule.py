@@ -12,8 +12,16 @@ from longmesh.attention.exchange.fragment import OFFSET, OWNER, RANK, STAGE, STA
 from longmesh.attention.execute.route import Route
 from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.mask.block import UNBOUNDED
-from longmesh.attention.mask.one_slice import area_of_one, subtract_rectangle, tighten_one
-from longmesh.attention.mask.slices import area, make_slices, subtract, subtract_each, tighten
+from longmesh.attention.mask.slices import (
+    area,
+    area_of_one,
+    make_slices,
+    subtract,
+    subtract_each,
+    subtract_rectangle,
+    tighten,
+    tighten_one,
+)
 from longmesh.attention.plan import merge_tiles as tile
 from longmesh.attention.plan.intervals import covered_before, least_over
 from longmesh.attention.plan.schedule import Schedule, make_schedule

@@ -24,7 +24,7 @@ from longmesh.attention.kernel.dropout import kept
 from longmesh.attention.kernel.math import Math
 from longmesh.attention.kernel.merge import apply_sinks, empty_partial, sinks_gradient
 from longmesh.attention.mask.block import UNBOUNDED, Block
-from longmesh.attention.mods.captured import captured_tensors
+from longmesh.attention.mods import captured_tensors
 
 KERNELS = [CpuFlash(), Math(), Math(tile=7)]
 IDS = ["cpu_flash", "math", "math-7"]

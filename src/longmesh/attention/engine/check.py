@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longmesh.attention.kernel.base import Score
-from longmesh.attention.mods.captured import captured_tensors
+from longmesh.attention.mods import captured_tensors
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.errors import LongmeshError
 

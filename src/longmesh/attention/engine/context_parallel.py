@@ -35,15 +35,12 @@ from longmesh.attention.execute.op import attend, cast_for_autocast, register_ca
 from longmesh.attention.execute.route import Route
 from longmesh.attention.execute.watch import current_watcher
 from longmesh.attention.kernel.base import Need, Score
-from longmesh.attention.kernel.choose import ChosenKernel, Refused, choose, need_of
-from longmesh.attention.kernel.self_check import refused_kernels
+from longmesh.attention.kernel.choose import ChosenKernel, Refused, choose, need_of, refused_kernels
 from longmesh.attention.layout.base import TokenLayout
 from longmesh.attention.mask.base import Mask
-from longmesh.attention.mods.captured import captured_tensors
-from longmesh.attention.mods.pairwise import at_offset
-from longmesh.attention.plan.adapt import adapt_plan, request_for
+from longmesh.attention.mods import at_offset, captured_tensors
 from longmesh.attention.plan.ahead import PlansAhead, plans_ahead
-from longmesh.attention.plan.api import checked_mask, plan_attention
+from longmesh.attention.plan.api import adapt_plan, checked_mask, plan_attention, request_for
 from longmesh.attention.plan.attention_plan import AttentionPlan
 from longmesh.attention.plan.head_sizes import HeadSizes
 from longmesh.comm import AxisGroup, comm_of

@@ -25,8 +25,16 @@ import torch
 from torch import Tensor
 
 from longmesh.attention.exchange.ulysses import HeadGroup
-from longmesh.attention.execute.route import Move, Route
-from longmesh.attention.execute.rows import add_rows_, from_rows, place_rows, take_rows, to_rows, width_of
+from longmesh.attention.execute.route import (
+    Move,
+    Route,
+    add_rows_,
+    from_rows,
+    place_rows,
+    take_rows,
+    to_rows,
+    width_of,
+)
 from longmesh.attention.kernel.base import (
     AttentionGradients,
     Coordinates,

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from longmesh.attention.exchange.ulysses import HeadGroup, HeadShare
 from longmesh.attention.execute.driver import Task
-from longmesh.attention.execute.route import Where
-from longmesh.attention.execute.rows import from_rows, width_of
+from longmesh.attention.execute.route import Where, from_rows, width_of
 from longmesh.comm.p2p import Pending
 
 Q, KV = "query heads", "key heads"

@@ -33,7 +33,7 @@ from longmesh.attention.kernel.base import (
 from longmesh.attention.kernel.lower import KernelTile, as_tile, coalesce
 from longmesh.attention.kernel.merge import PartialResult, empty_partial, merge_
 from longmesh.attention.mask.block import Block
-from longmesh.attention.mods.captured import captured_tensors
+from longmesh.attention.mods import captured_tensors
 
 
 class Flex(Kernel):

@@ -30,8 +30,7 @@ from longmesh.attention.kernel.base import (
 from longmesh.attention.kernel.lower import as_tile, coalesce
 from longmesh.attention.kernel.merge import PartialResult, accumulate_dtype, empty_partial, merge_
 from longmesh.attention.mask.block import Block
-from longmesh.attention.mods.captured import captured_tensors
-from longmesh.attention.mods.pairwise import apply_score_mod
+from longmesh.attention.mods import apply_score_mod, captured_tensors
 
 
 class _ScoreTile(NamedTuple):

@@ -2,7 +2,7 @@
 
 Shapes: B batch, H query heads, X both folded, L and M rows and keys of a tile.
 
-Indices are global, whatever the layout; how a function of a pair is asked for a whole tile is in `pairwise`.
+Indices are global, whatever the layout; how a function of a pair is asked for a whole tile is in `mods`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longmesh.attention.kernel.base import Coordinates, Score
 from longmesh.attention.kernel.lower import KernelCall
-from longmesh.attention.mods.pairwise import apply_mask_mod
+from longmesh.attention.mods import apply_mask_mod
 
 
 def indices(

@@ -1,7 +1,8 @@
 """The layouts by their short names: one table, and the lookup that explains itself."""
 
-from longmesh.attention.layout.auto import Auto
-from longmesh.attention.layout.base import TokenLayout
+import dataclasses
+
+from longmesh.attention.layout.base import Ownership, TokenLayout, Workload
 from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.ordered import Ordered
 from longmesh.attention.layout.per_document import PerDocument
@@ -10,6 +11,21 @@ from longmesh.attention.layout.solve import Solve
 from longmesh.attention.layout.striped import Striped
 from longmesh.attention.layout.zigzag import Zigzag
 from longmesh.errors import LongmeshError
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto(TokenLayout):
+    """The layout that the cost model finds fastest; planning puts it in place of this.
+
+    >>> print(plan_attention(seq_len=4096, ranks=4, mask=masks.sliding_window(64), layout=Auto()).layout)
+    Contiguous
+    """
+
+    follows_mask = True
+
+    def assign(self, work: Workload, ranks: int) -> Ownership:
+        raise AssertionError("planning replaces Auto by the layout it chose")
+
 
 LAYOUTS: dict[str, TokenLayout] = {
     "contiguous": Contiguous(),

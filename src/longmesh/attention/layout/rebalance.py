@@ -19,8 +19,19 @@ from typing import NamedTuple
 import numpy as np
 
 from longmesh.attention.layout.base import Ownership
-from longmesh.attention.mask.one_slice import Rectangle, area_of_one, subtract_rectangle
-from longmesh.attention.mask.slices import EW, HI, K0, K1, LO, Q0, Q1, area
+from longmesh.attention.mask.slices import (
+    EW,
+    HI,
+    K0,
+    K1,
+    LO,
+    Q0,
+    Q1,
+    Rectangle,
+    area,
+    area_of_one,
+    subtract_rectangle,
+)
 from longmesh.attention.plan.schedule import WHO, rows_at_home
 
 Array = np.ndarray

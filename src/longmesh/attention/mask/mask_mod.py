@@ -20,8 +20,7 @@ import torch
 
 from longmesh.attention.mask.base import Mask
 from longmesh.attention.mask.slices import COLUMNS, EW, HI, K0, K1, LO, Q0, Q1, UNBOUNDED, make_slices
-from longmesh.attention.mods.captured import captured_state
-from longmesh.attention.mods.pairwise import apply_mask_mod
+from longmesh.attention.mods import apply_mask_mod, captured_state
 from longmesh.errors import LongmeshError, whole_number
 
 _EMPTY, _PARTIAL, _FULL = 0, 1, 2

@@ -1,21 +1,22 @@
 """plan_attention: from choices to a plan, checked and cached. It communicates nothing."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from longmesh.attention.exchange.auto import AutoExchange
 from longmesh.attention.exchange.base import Exchange, Prices
-from longmesh.attention.exchange.named import auto_exchanges, exchange_of
+from longmesh.attention.exchange.named import AutoExchange, auto_exchanges, exchange_of
 from longmesh.attention.exchange.ulysses import HeadShare, Ulysses, count_groups, share_heads
-from longmesh.attention.layout.auto import Auto
 from longmesh.attention.layout.base import TokenLayout
 from longmesh.attention.layout.contiguous import Contiguous
 from longmesh.attention.layout.given import GivenLayout
-from longmesh.attention.layout.named import layout_of
+from longmesh.attention.layout.named import Auto, layout_of
 from longmesh.attention.mask.axes import SequenceAxes, axes_of
 from longmesh.attention.mask.band import causal
 from longmesh.attention.mask.base import Mask
@@ -266,3 +267,36 @@ def _check_rows(rows: list[RowPlan], layout: TokenLayout) -> None:
             f"layout {layout} gives a rank different numbers of tokens in different batch rows; a batch is "
             "one tensor, so use a layout that does not follow the mask (zigzag), or solve"
         )
+
+
+def request_for(plan: AttentionPlan, heads: HeadSizes, request: dict[str, Any]) -> dict[str, Any]:
+    """The arguments `request` that `plan` was made with, for other heads and the layout that was chosen."""
+    return request | heads._asdict() | {"layout": plan.layout, "kv_layout": plan.kv_layout}
+
+
+def adapt_plan(
+    plan: AttentionPlan, heads: HeadSizes, request: dict[str, Any], known: AttentionPlan | None = None
+) -> AttentionPlan:
+    """The best plan for these heads if it cuts the sequence as `plan` does; else `plan`'s cut and exchange.
+
+    `request`: the arguments that `plan` was made with; `known`: the best plan, if it was made ahead.
+    """
+    if heads == plan.heads:
+        return plan
+    fresh = plan_attention(**request_for(plan, heads, request)) if known is None else known
+    pairs = zip(plan.rows, fresh.rows, strict=True)
+    if all(_cut(old) == _cut(new) for old, new in pairs):
+        return fresh
+    shares = head_shares(plan.exchange, plan.inner, plan.outer, plan.axes, heads)
+    prices = prices_of(heads, plan.cluster, plan.inner, plan.outer)
+    rows: list[RowPlan] = []
+    for number, row in enumerate(plan.rows):
+        grouped = row.schedule.ownership, row.schedule.kv_ownership
+        cuts = Cuts(row.ownership, grouped[0], row.kv_ownership, grouped[1])
+        asked = Asked(plan.mask, plan.axes, number, heads.num_heads, 1, heads.query_cost)
+        rows.append(make_row(cuts, slices_in(cuts, asked), plan.exchange, row.inner, shares, prices))
+    return dataclasses.replace(plan, rows=tuple(rows), passed_over=(), heads=heads)
+
+
+def _cut(row: RowPlan) -> tuple:
+    return tuple((owned.pieces, owned.stride) for owned in (row.ownership, row.kv_ownership))

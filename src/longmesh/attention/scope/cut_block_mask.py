@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from longmesh.attention import masks
 from longmesh.attention.mask.base import Mask
-from longmesh.attention.mods.captured import captured_state
+from longmesh.attention.mods import captured_state
 from longmesh.attention.scope.other_keys import OtherKeys
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from longmesh.attention.execute.rows import to_rows
+from longmesh.attention.execute.route import to_rows
 from longmesh.comm import AxisGroup, collectives
 from longmesh.comm.p2p import start_all_to_all, start_send_receive
 from longmesh.plan.cluster import Level, Link

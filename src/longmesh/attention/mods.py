@@ -1,7 +1,14 @@
-"""What a function of the user holds beside its arguments: tensors that need a gradient, and values it may change with.
+"""Functions of one pair that users give, FlexAttention's score_mod and mask_mod: what they hold, how they are asked.
 
-Looked for in closures, globals that its code names, defaults, partials, bound objects and the functions those hold in
-turn.
+What a function holds beside its arguments (tensors that need a gradient, values it may change with) is looked for in
+closures, globals that its code names, defaults, partials, bound objects and the functions those hold in turn.
+
+Functions see scalars, so to ask for every pair of a tile at once they are vmapped over batch, head, row and key exactly
+as FlexAttention does (a broadcast would silently change what ``(a[q_idx] * b[kv_idx]).sum()`` means). The pitfall:
+under vmap ``table[h]`` asks an index tensor for a Python number, which a batched scalar cannot give, so
+`_ScalarIndexing` turns it into a gather.
+
+Shapes: B batch, H query heads, L and M rows and keys of a tile.
 """
 
 from __future__ import annotations
@@ -10,9 +17,11 @@ import functools
 import hashlib
 import types
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from longmesh._torch import write_count
 
@@ -102,3 +111,57 @@ def _walk_function(fn: Callable, walk: Callable[[object], None]) -> None:
     if not hasattr(inner, "__code__"):  # an object with __call__
         for value in getattr(fn, "__dict__", {}).values():
             walk(value)
+
+
+Mod = TypeVar("Mod", bound=Callable[..., Any] | None)
+
+
+class _ScalarIndexing(TorchFunctionMode):
+    """`tensor[i, j]` with tensor indices becomes aten.index, which vmap knows how to batch."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(isinstance(i, Tensor) and i.dtype != torch.bool for i in index):
+                return torch.ops.aten.index(args[0], list(index))
+        return func(*args, **(kwargs or {}))
+
+
+def apply_score_mod(score_mod: Callable, score_BHLM: Tensor, at: tuple[Tensor, ...]) -> Tensor:
+    """score_mod on every pair; differentiable in the score and in what the function captured."""
+    fn = score_mod
+    for dims in (
+        (0, None, None, None, 0),
+        (0, None, None, 0, None),
+        (0, None, 0, None, None),
+        (0, 0, None, None, None),
+    ):
+        fn = torch.vmap(fn, in_dims=dims)
+    with _ScalarIndexing():
+        return fn(score_BHLM, *at).to(score_BHLM.dtype)
+
+
+def apply_mask_mod(mask_mod: Callable, at: tuple[Tensor, ...]) -> Tensor:
+    """mask_mod on every pair, as bool (B or 1, H or 1, L, M): 1 where it does not look at that index."""
+    fn = mask_mod
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        fn = torch.vmap(fn, in_dims=dims)
+    with _ScalarIndexing():
+        mask = fn(*at)
+    for dim in (0, 1):  # vmap expands what did not depend on the index: stride 0
+        if mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def at_offset(mod: Mod, q_offset: int) -> Mod:
+    """A score_mod or mask_mod that is given query numbers, and asks `mod` at their positions."""
+    if mod is None or q_offset == 0:
+        return mod
+    asked = mod
+
+    def at_position(*args: Any) -> Any:
+        *before, q_idx, kv_idx = args
+        return asked(*before, q_idx + q_offset, kv_idx)
+
+    return at_position  # type: ignore[return-value]
