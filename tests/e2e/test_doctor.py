@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from longmesh.cli.doctor import kernels, links
-from longmesh.cli.doctor.finding import Finding
+from longmesh.cli.doctor.finding import Examination
 from longmesh.cli.doctor.machine import examine_settings
 from longmesh.cli.doctor.program import show
 from longmesh.cli.main import main
@@ -66,16 +66,22 @@ def test_a_rank_of_torchrun_leaves_with_the_commands_exit_code(arguments, code):
 
 
 def test_a_problem_is_told(capsys):
-    show([Finding("kernels", "cuda_flash", {"dtype": "bfloat16"}, "differs from float64 by 0.3")], 2)
+    show([Examination("kernels", "cuda_flash", {"dtype": "bfloat16"}, "differs from float64 by 0.3")], 2)
     said = capsys.readouterr().out
     assert "wrong: kernels cuda_flash bfloat16: differs from float64 by 0.3" in said
     assert "wrong on other ranks: 1" in said and "2 problems" in said
 
 
 def test_rows_without_common_figures_are_lists(capsys):
-    show([Finding("machine", "versions", {"torch": "2"}), Finding("machine", "device", {"num_cores": 4})], 0)
+    show(
+        [
+            Examination("machine", "versions", {"torch": "2"}),
+            Examination("machine", "device", {"num_cores": 4}),
+        ],
+        0,
+    )
     assert "torch 2" not in capsys.readouterr().out  # half of the cells are filled: a table
-    rows = [Finding("machine", name, {f"{name}_figure": 3}) for name in ("a", "b", "c")]
+    rows = [Examination("machine", name, {f"{name}_figure": 3}) for name in ("a", "b", "c")]
     show(rows, 0)
     assert "a figure 3" in capsys.readouterr().out
 
@@ -166,7 +172,7 @@ def test_figures_are_named_in_words(capsys):
     show(
         [
             *links.describe_times("send", "node", 2, (1 << 20,), [100.0], 1.0),
-            Finding("kernels", "matmul", {"dtype": "float32", "flops_per_us": 123456}),
+            Examination("kernels", "matmul", {"dtype": "float32", "flops_per_us": 123456}),
         ],
         0,
     )

@@ -104,7 +104,7 @@ def test_refusals(pool):
     for rank, texts in enumerate(found):
         if rank == 2:
             parts[9] = (
-                "Step.attend: this rank is not in the pool's mesh, of ranks [0, 1]: it tracks the pages"
+                "PoolStep.attend: this rank is not in the pool's mesh, of ranks [0, 1]: it tracks the pages"
             )
         for text, part in zip(texts, parts, strict=True):
             assert part in text

@@ -4,9 +4,23 @@ Placement and bookkeeping are arithmetic that every rank repeats; only attention
 layer when decoding.
 """
 
-from longmesh.cache.placement import Placement
+import warnings
+from typing import Any
+
+from longmesh.cache.placement import PagePlacement
 from longmesh.cache.pool import PagePool
 from longmesh.cache.sequence import Sequence
-from longmesh.cache.step import Step
+from longmesh.cache.step import PoolStep
 
-__all__ = ["PagePool", "Placement", "Sequence", "Step"]
+__all__ = ["PagePlacement", "PagePool", "PoolStep", "Sequence"]
+
+_RENAMED = {"Placement": PagePlacement, "Step": PoolStep}
+
+
+def __getattr__(name: str) -> Any:
+    """Old names, for one more release."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    words = f"longmesh.cache.{name} is now {_RENAMED[name].__name__}; the old name goes in the next release"
+    warnings.warn(words, DeprecationWarning, stacklevel=2)
+    return _RENAMED[name]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longmesh.cache.moving import Moved, Moving, places_of
-from longmesh.cache.placement import Placement, Span
+from longmesh.cache.placement import PagePlacement, Span
 from longmesh.cache.sequence import GONE, Sequence
 from longmesh.errors import LongmeshError
 
@@ -170,16 +170,16 @@ class Book:
                 f"{self.num_ranks}, or None for all"
             )
 
-    def place(self, width: int) -> Placement:
+    def place(self, width: int) -> PagePlacement:
         """Over the ranks with the fewest pages in use."""
         used = [ledger.num_used for ledger in self.ledgers]
         if width == self.num_ranks:
             first = used.index(min(used))
-            return Placement(tuple((first + i) % width for i in range(width)), self.page)
+            return PagePlacement(tuple((first + i) % width for i in range(width)), self.page)
         ranks = sorted(range(self.num_ranks), key=lambda rank: (used[rank], rank))[:width]
-        return Placement(tuple(ranks), self.page)
+        return PagePlacement(tuple(ranks), self.page)
 
-    def new_on(self, placement: Placement) -> Sequence:
+    def new_on(self, placement: PagePlacement) -> Sequence:
         self._made += 1
         width = None if placement.width == self.num_ranks else placement.width
         found = Sequence(placement, [], name=self._made, width=width)

@@ -13,10 +13,10 @@ from longmesh.cache.bookkeeping import is_whole
 from longmesh.errors import LongmeshError
 
 if TYPE_CHECKING:
-    from longmesh.cache.step import Step
+    from longmesh.cache.step import PoolStep
 
 
-class Signature(NamedTuple):
+class AttendSignature(NamedTuple):
     """What must be the same on every rank in a layer's attention; lengths are the sequences'."""
 
     layer: int
@@ -33,18 +33,18 @@ class Signature(NamedTuple):
 
 
 def signature_of(
-    step: Step, layer: int, q: Tensor, v_head_dim: int, window: int | None, sinks: Tensor | None,
+    step: PoolStep, layer: int, q: Tensor, v_head_dim: int, window: int | None, sinks: Tensor | None,
     softcap: float | None, scale: float | None,
-) -> Signature:  # fmt: skip
-    """Of a call of `Step.attend` that is in order."""
-    return Signature(
+) -> AttendSignature:  # fmt: skip
+    """Of a call of `PoolStep.attend` that is in order."""
+    return AttendSignature(
         layer, tuple(step.plan.stops), tuple(step.plan.counts), tuple(q.shape[1:]), v_head_dim, str(q.dtype), window,
         softcap, scale, sinks is not None, step.machine,
     )  # fmt: skip
 
 
 def check_attend(
-    step: Step,
+    step: PoolStep,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -77,7 +77,7 @@ def check_attend(
         raise LongmeshError(f"attend: scale={scale!r}; give a number, or None for 1 / sqrt(head dim)")
 
 
-def check_open(step: Step) -> None:
+def check_open(step: PoolStep) -> None:
     """Raise if the step has ended: its pages may be another sequence's by now."""
     if not step.is_open:
         raise LongmeshError("this step was committed before; make the next one with pool.step()")

@@ -44,7 +44,7 @@ def attend_chunk(
     return state.out_BHSD[0].transpose(0, 1), state.lse_BHS[0].transpose(0, 1)
 
 
-class _Run(NamedTuple):
+class _KeyRun(NamedTuple):
     """Local tokens whose positions follow each other, too: `row` among the local tokens, `first` the position."""
 
     row: int
@@ -52,22 +52,22 @@ class _Run(NamedTuple):
     num_tokens: int
 
 
-def runs_of(keys: Keys) -> list[_Run]:
+def runs_of(keys: Keys) -> list[_KeyRun]:
     """The local tokens of ``keys.spans``: pages, or all of a span where one rank has all tokens."""
     _, slot, spans = keys
     placement = keys.entry.sequence.placement
     page, alone = placement.page, placement.width == 1
-    runs: list[_Run] = []
+    runs: list[_KeyRun] = []
     row = 0
     for start, stop in spans:
         while start < stop:
             end = stop if alone else min(stop, (start // page + 1) * page)
-            runs.append(_Run(row, placement.position(slot, start), end - start))
+            runs.append(_KeyRun(row, placement.position(slot, start), end - start))
             row, start = row + end - start, end
     return runs
 
 
-def blocks_of(runs: list[_Run], start: int, num_queries: int, window: int | None) -> list[Block]:
+def blocks_of(runs: list[_KeyRun], start: int, num_queries: int, window: int | None) -> list[Block]:
     """An exact disjoint cover of what queries from position `start` on see of the local tokens, in rows of both."""
     if window is not None:
         return [_band(run, start, num_queries, window) for run in runs]
@@ -77,7 +77,7 @@ def blocks_of(runs: list[_Run], start: int, num_queries: int, window: int | None
     return blocks + (_triangle(runs[past:], start, num_queries) if past < len(runs) else [])
 
 
-def _band(run: _Run, start: int, num_queries: int, window: int) -> Block:
+def _band(run: _KeyRun, start: int, num_queries: int, window: int) -> Block:
     shift = start + run.row - run.first  # key row - query row of one position
     last = min(num_queries, run.first + run.num_tokens - 1 + window - start)
     return Block(
@@ -85,7 +85,7 @@ def _band(run: _Run, start: int, num_queries: int, window: int) -> Block:
     )
 
 
-def _triangle(runs: list[_Run], start: int, stop: int) -> list[Block]:
+def _triangle(runs: list[_KeyRun], start: int, stop: int) -> list[Block]:
     """What queries up to row `stop` see of these, from the first run's first token on.
 
     Queries from the middle run on see all of the first half: halves make few blocks, and large ones, for kernels.

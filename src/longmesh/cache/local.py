@@ -26,7 +26,7 @@ from torch import Tensor
 from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.cache.chunk import attend_chunk, positions_of
 from longmesh.cache.plan import Keys, Shares
-from longmesh.cache.store import PageStore, Piece
+from longmesh.cache.store import PageRun, PageStore
 
 _SCORES = 1 << 21  # of one tile
 _UPCAST = 1 << 19  # elements of keys of one tile, where they are upcast
@@ -37,7 +37,7 @@ Visible = Callable[
 
 
 def attend_pieces(
-    q_nHD: Tensor, pieces: Sequence[Piece], visible: Visible, scale: float, softcap: float | None
+    q_nHD: Tensor, pieces: Sequence[PageRun], visible: Visible, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Output (n, H, E) and log-sum-exp (n, H). There is at least one piece."""
     n, H, D = q_nHD.shape
@@ -54,7 +54,7 @@ def attend_pieces(
     return out, lse.view(G, H // G, n).permute(2, 0, 1).reshape(n, H)
 
 
-def _tiles(piece: Piece, rows: int, dtype: torch.dtype) -> Iterable[tuple[int, Tensor, Tensor]]:
+def _tiles(piece: PageRun, rows: int, dtype: torch.dtype) -> Iterable[tuple[int, Tensor, Tensor]]:
     """The piece in tiles that bound the memory of a product, each with its first local token."""
     first, k, v = piece
     G, K, D = k.shape
@@ -100,7 +100,7 @@ def merge_stacked(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 _FEW = 16  # new tokens of a sequence up to which its pages are read where they lie
 
 
-class Scores(NamedTuple):
+class ScoreChange(NamedTuple):
     """How scores are made. `scale` None is ``1 / sqrt(D)``."""
 
     scale: float | None = None
@@ -110,10 +110,10 @@ class Scores(NamedTuple):
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
-class Source(Protocol):
+class KeySource(Protocol):
     """Where keys and values come from."""
 
-    def pieces(self, keys: Keys) -> list[Piece]:
+    def pieces(self, keys: Keys) -> list[PageRun]:
         """The local tokens of ``keys.spans``, in order."""
         ...
 
@@ -124,26 +124,26 @@ class Paged:
     def __init__(self, store: PageStore) -> None:
         self._store = store
 
-    def pieces(self, keys: Keys) -> list[Piece]:
+    def pieces(self, keys: Keys) -> list[PageRun]:
         return self._store.pieces(keys.entry.sequence.runs(keys.slot), keys.spans)
 
 
-class Given:
+class GivenKeys:
     """Keys and values that were made of a layer's pages: all local tokens of its sequences, one after another."""
 
     def __init__(self, k_GKD: Tensor, v_GKE: Tensor, starts: dict[int, int]) -> None:
         self._k, self._v, self._starts = k_GKD, v_GKE, starts  # starts: by the entry's first row
 
-    def pieces(self, keys: Keys) -> list[Piece]:
+    def pieces(self, keys: Keys) -> list[PageRun]:
         at = self._starts[keys.entry.row]
         return [
-            Piece(start, self._k[:, at + start : at + stop], self._v[:, at + start : at + stop])
+            PageRun(start, self._k[:, at + start : at + stop], self._v[:, at + start : at + stop])
             for start, stop in keys.spans
         ]
 
 
 def attend_locally(
-    q_THD: Tensor, v_head_dim: int, source: Source, shares: Shares, rank: int, scores: Scores
+    q_THD: Tensor, v_head_dim: int, source: KeySource, shares: Shares, rank: int, scores: ScoreChange
 ) -> Tensor:
     """(rows, H, E + 1): output and log-sum-exp of the rows that this rank has keys for."""
     _, H, D = q_THD.shape
@@ -167,7 +167,7 @@ def attend_locally(
     return found
 
 
-def joined(pieces: list[Piece]) -> tuple[Tensor, Tensor]:
+def joined(pieces: list[PageRun]) -> tuple[Tensor, Tensor]:
     """(G, K, D) and (G, K, E): the pieces one after another; no copy of a single one."""
     if len(pieces) == 1:
         return pieces[0].k_GKD, pieces[0].v_GKE

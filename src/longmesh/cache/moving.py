@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from longmesh.cache.placement import Placement
+from longmesh.cache.placement import PagePlacement
 from longmesh.cache.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 Place = tuple[int, int]  # a rank and a page of it
 Moved = dict[
-    Place, tuple[Placement, int, int]
+    Place, tuple[PagePlacement, int, int]
 ]  # where pages were -> their sequences' placement, rank and page now
 
 
-class Transfer(NamedTuple):
+class PageTransfer(NamedTuple):
     """What a page of a rank holds goes to a page of another rank."""
 
     source: int
@@ -63,19 +63,19 @@ def families(sequences: Iterable[Sequence]) -> list[list[Sequence]]:
 class Moving:
     """The move of a family to `placement`, as far as it has come."""
 
-    def __init__(self, book: Book, family: list[Sequence], placement: Placement) -> None:
+    def __init__(self, book: Book, family: list[Sequence], placement: PagePlacement) -> None:
         self._book, self.placement = book, placement
         self._names = {sequence.name for sequence in family}
         self.staged: dict[Place, Place] = {}
         for sequence in book.live.values():
             sequence.own_to = -1  # so that the book sees every write
 
-    def stage(self, sent: list[int], received: list[int]) -> tuple[list[Transfer], bool]:
+    def stage(self, sent: list[int], received: list[int]) -> tuple[list[PageTransfer], bool]:
         """The copies to make next, and whether all are made then. It is cancelled if a rank has no page left for them.
 
         `sent`, `received`: how many pages each rank may still send and receive; counted down.
         """
-        found: list[Transfer] = []
+        found: list[PageTransfer] = []
         is_whole = True
         last: dict[int, int] = {}
         for source, target in self._wanted().items():
@@ -93,7 +93,7 @@ class Moving:
                 self.staged[source] = (target, page)
                 sent[source[0]] -= 1
                 received[target] -= 1
-                found.append(Transfer(*source, target, page))
+                found.append(PageTransfer(*source, target, page))
         return found, is_whole
 
     def finish(self) -> None:

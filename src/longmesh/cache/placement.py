@@ -17,12 +17,12 @@ from typing import NamedTuple
 Span = tuple[int, int]  # from, to
 
 
-class Placement(NamedTuple):
+class PagePlacement(NamedTuple):
     """Token p is on ``ranks[p // page % len(ranks)]``. A rank's *slot* is its index in `ranks`.
 
-    >>> Placement((0, 1, 2), page=2).owner(7)
+    >>> PagePlacement((0, 1, 2), page=2).owner(7)
     0
-    >>> [Placement((0, 1, 2), page=2).local(slot, 9) for slot in range(3)]
+    >>> [PagePlacement((0, 1, 2), page=2).local(slot, 9) for slot in range(3)]
     [4, 3, 2]
     """
 

@@ -27,8 +27,8 @@ from longmesh.cache.prefix import PrefixIndex
 from longmesh.cache.rebalance import rebalance, width_by_cost
 from longmesh.cache.remesh import move_pool
 from longmesh.cache.sequence import Sequence
-from longmesh.cache.step import Step
-from longmesh.cache.store import PageStore, Shape
+from longmesh.cache.step import PoolStep
+from longmesh.cache.store import PageShape, PageStore
 from longmesh.comm import AxisGroup
 from longmesh.comm.groups import comm_anywhere
 from longmesh.comm.machine import cluster_on
@@ -77,13 +77,13 @@ class PagePool:
         self.page, self.num_layers = page, layers
         self.book = Book(self.num_ranks, num_pages, page, window)
         self._prefixes = PrefixIndex(self.book)
-        self.shapes: list[Shape | None] = [None] * layers
+        self.shapes: list[PageShape | None] = [None] * layers
         self.stores: list[PageStore | None] = [None] * layers
         on_device = cluster_of(cluster, torch.device(self.device).type)
         self.cluster = on_device if mesh is None else cluster_on(comm_anywhere(mesh), cluster)
         self.machine = f"{self.cluster} {self.cluster.digest}"  # which ranks compare
         self._is_sized = kv_heads is not None
-        self._open: Step | None = None
+        self._open: PoolStep | None = None
         self.has_agreed = False
         self.agreed: set[bool] = (
             set()
@@ -98,7 +98,7 @@ class PagePool:
                     f"PagePool: dtype={dtype!r}; keys are floating point, such as torch.bfloat16"
                 )
             for layer in range(layers):
-                self._make_store(layer, Shape(kv_heads, head_dim, v_head_dim, dtype))
+                self._make_store(layer, PageShape(kv_heads, head_dim, v_head_dim, dtype))
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -210,7 +210,7 @@ class PagePool:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def step(self, entries: Listed[tuple[Sequence, int]], *, cut: bool = False) -> Step:
+    def step(self, entries: Listed[tuple[Sequence, int]], *, cut: bool = False) -> PoolStep:
         """Plan a step of new tokens for each of these sequences. Local, and the same on every rank."""
         if self.open_step is not None:
             raise LongmeshError("the step before this one was not committed; call its commit() first")
@@ -220,11 +220,11 @@ class PagePool:
                 for store in self.stores:
                     if store is not None:
                         store.copy(source, target)
-        self._open = Step(self, entries, cut=cut)
+        self._open = PoolStep(self, entries, cut=cut)
         return self._open
 
     @property
-    def open_step(self) -> Step | None:
+    def open_step(self) -> PoolStep | None:
         """The step that is not committed yet."""
         return self._open if self._open is not None and self._open.is_open else None
 
@@ -249,7 +249,7 @@ class PagePool:
         """A page's memory in all layers that have some."""
         return sum(shape.page_bytes(self.page) for shape in self.shapes if shape is not None)
 
-    def replace_store(self, layer: int, shape: Shape, store: PageStore | None) -> None:
+    def replace_store(self, layer: int, shape: PageShape, store: PageStore | None) -> None:
         """Give a layer other pages; None on a rank that holds none."""
         self.shapes[layer], self.stores[layer] = shape, store
 
@@ -260,7 +260,7 @@ class PagePool:
         store = self.stores[layer]
         if store is None:
             assert k is not None and v is not None, "a layer is written before it is read"
-            store = self._make_store(layer, Shape(k.shape[-2], k.shape[-1], v.shape[-1], k.dtype))
+            store = self._make_store(layer, PageShape(k.shape[-2], k.shape[-1], v.shape[-1], k.dtype))
             assert store is not None, "only ranks of the mesh write"
         if k is not None and v is not None:
             wanted = store.shape
@@ -278,7 +278,7 @@ class PagePool:
                 )
         return store
 
-    def _make_store(self, layer: int, shape: Shape) -> PageStore | None:
+    def _make_store(self, layer: int, shape: PageShape) -> PageStore | None:
         store = None
         if self.member.is_member:
             store = PageStore(shape, self.page, self.device)

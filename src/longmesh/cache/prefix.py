@@ -13,7 +13,7 @@ import numpy as np
 
 from longmesh.cache.bookkeeping import Book
 from longmesh.cache.moving import Moved
-from longmesh.cache.placement import Placement
+from longmesh.cache.placement import PagePlacement
 from longmesh.cache.sequence import GONE, Sequence
 from longmesh.errors import LongmeshError
 
@@ -40,7 +40,7 @@ class PrefixIndex:
     def __init__(self, book: Book) -> None:
         self._book = book
         # By hash and over how many ranks they lie: placement, rank and page; and the same the other way round.
-        self._pages: dict[tuple[bytes, int], tuple[Placement, int, int]] = {}
+        self._pages: dict[tuple[bytes, int], tuple[PagePlacement, int, int]] = {}
         self._hashes: dict[tuple[int, int], tuple[bytes, int]] = {}
         book.on_loss, book.on_move = self._forget, self._move
 
@@ -81,9 +81,9 @@ class PrefixIndex:
         found.length = len(pages) * placement.page
         return found
 
-    def _known(self, digests: list[bytes], width: int) -> tuple[Placement | None, list[tuple[int, int]]]:
+    def _known(self, digests: list[bytes], width: int) -> tuple[PagePlacement | None, list[tuple[int, int]]]:
         """The pages (rank and number) of one placement that hold a beginning with these hashes."""
-        first: Placement | None = None
+        first: PagePlacement | None = None
         pages: list[tuple[int, int]] = []
         for digest in digests:
             placement, rank, page = self._pages.get((digest, width), (None, 0, 0))

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longmesh.cache.moving import Transfer, families, places_of
-from longmesh.cache.placement import Placement
+from longmesh.cache.moving import PageTransfer, families, places_of
+from longmesh.cache.placement import PagePlacement
 from longmesh.cache.sequence import Sequence
 from longmesh.cache.store import PageStore
 from longmesh.comm import AxisGroup, collectives
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def send_pages(
-    transfers: Listed[Transfer],
+    transfers: Listed[PageTransfer],
     sources: Listed[PageStore],
     targets: Listed[PageStore],
     page_bytes: int,
@@ -98,7 +98,9 @@ def width_by_cost(length: int, num_ranks: int, key_bytes: int, result_bytes: int
     return min(range(1, num_ranks + 1), key=lambda width: (time_us(width), width))
 
 
-def choose_move(book: Book, width_of: Callable[[int], int] | None) -> tuple[list[Sequence], Placement] | None:
+def choose_move(
+    book: Book, width_of: Callable[[int], int] | None
+) -> tuple[list[Sequence], PagePlacement] | None:
     """The next family to move and where to, None if ranks hold as much as each other already.
 
     First those that have outgrown the width that they were given by cost, `width_of` their length. Then what takes most
@@ -114,7 +116,7 @@ def choose_move(book: Book, width_of: Callable[[int], int] | None) -> tuple[list
     fullest = used.index(max(used))
     if used[fullest] * count <= total * _EVEN + count:
         return None
-    best: tuple[float, list[Sequence], Placement] | None = None
+    best: tuple[float, list[Sequence], PagePlacement] | None = None
     for family in groups:
         placement = family[0].placement
         if fullest not in placement.ranks:
@@ -126,7 +128,7 @@ def choose_move(book: Book, width_of: Callable[[int], int] | None) -> tuple[list
             if other == fullest or gain <= 0:
                 continue
             score = gain / (held.get(fullest, 0) + held.get(other, 0))
-            swapped = Placement(_swapped(placement.ranks, fullest, other), placement.page)
+            swapped = PagePlacement(_swapped(placement.ranks, fullest, other), placement.page)
             if (best is None or score > best[0]) and _fits(book, family, swapped):
                 best = score, family, swapped
     return None if best is None else best[1:]
@@ -137,7 +139,7 @@ def _swapped(ranks: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
     return tuple(names.get(rank, rank) for rank in ranks)
 
 
-def _widened(family: list[Sequence], used: list[int], width_of: Callable[[int], int]) -> Placement | None:
+def _widened(family: list[Sequence], used: list[int], width_of: Callable[[int], int]) -> PagePlacement | None:
     """The placement of a family that has outgrown its own."""
     if not all(sequence.by_cost for sequence in family):
         return None
@@ -147,10 +149,10 @@ def _widened(family: list[Sequence], used: list[int], width_of: Callable[[int], 
         return None
     others = [rank for rank in range(len(used)) if rank not in placement.ranks]
     others.sort(key=lambda rank: (used[rank], rank))
-    return Placement((*placement.ranks, *others[: width - placement.width]), placement.page)
+    return PagePlacement((*placement.ranks, *others[: width - placement.width]), placement.page)
 
 
-def _pages_by_rank(family: list[Sequence], placement: Placement) -> dict[int, int]:
+def _pages_by_rank(family: list[Sequence], placement: PagePlacement) -> dict[int, int]:
     """How many pages of a family each rank would hold."""
     found: dict[int, int] = {}
     places = {place: number for sequence in family for number, place in places_of(sequence)}
@@ -160,7 +162,7 @@ def _pages_by_rank(family: list[Sequence], placement: Placement) -> dict[int, in
     return found
 
 
-def _fits(book: Book, family: list[Sequence], placement: Placement) -> bool:
+def _fits(book: Book, family: list[Sequence], placement: PagePlacement) -> bool:
     """Whether the ranks have room for the copies beside the pages that are there until all are made."""
     coming: dict[int, int] = {}
     for place, number in {p: n for sequence in family for n, p in places_of(sequence)}.items():
@@ -170,7 +172,7 @@ def _fits(book: Book, family: list[Sequence], placement: Placement) -> bool:
     return all(pages <= book.ledgers[rank].num_free for rank, pages in coming.items())
 
 
-class _Signature(NamedTuple):
+class _RebalanceSignature(NamedTuple):
     max_bytes: int
     page_bytes: int
 
@@ -181,7 +183,7 @@ def rebalance(pool: PagePool, max_bytes: int) -> int:
     error = _find_problem(pool, max_bytes, size)
     move = _next_move(pool)
     if move is not None and pool.group is not None:
-        agree("PagePool.rebalance", _Signature(max_bytes, size), error, pool.group, str(pool.device))
+        agree("PagePool.rebalance", _RebalanceSignature(max_bytes, size), error, pool.group, str(pool.device))
     elif error is not None:
         raise error
     spare = max_bytes // max(size, 1)

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longmesh.cache.bookkeeping import Book, FreePages
 from longmesh.cache.member import Member
-from longmesh.cache.moving import Place, Transfer, families, places_of
-from longmesh.cache.placement import Placement
+from longmesh.cache.moving import PageTransfer, Place, families, places_of
+from longmesh.cache.placement import PagePlacement
 from longmesh.cache.rebalance import send_pages
-from longmesh.cache.store import PageStore, Shape
+from longmesh.cache.store import PageShape, PageStore
 from longmesh.comm import AxisGroup, collectives
 from longmesh.comm.agree import agree
 from longmesh.errors import LongmeshError
@@ -38,7 +38,7 @@ _DTYPES = (
 )
 
 
-class _Signature(NamedTuple):
+class _MoveSignature(NamedTuple):
     books: str
     old_ranks: tuple[int, ...]
     new_ranks: tuple[int, ...]
@@ -49,7 +49,7 @@ class Remesh(NamedTuple):
     """A move that is planned: new ledgers, each sequence's placement by its name, and where each page goes."""
 
     ledgers: list[FreePages]
-    placements: dict[int, Placement]
+    placements: dict[int, PagePlacement]
     pages: dict[Place, Place]
 
 
@@ -59,7 +59,7 @@ def plan_remesh(book: Book, num_ranks: int, num_pages: int, width_of: Callable[[
     `width_of` gives the width of a length, for sequences whose width is by cost.
     """
     new = Book(num_ranks, num_pages, book.page, book.window)
-    placements: dict[int, Placement] = {}
+    placements: dict[int, PagePlacement] = {}
     pages: dict[Place, Place] = {}
     for family in families(book.live.values()):
         width = num_ranks if family[0].width is None else min(family[0].width, num_ranks)
@@ -86,7 +86,7 @@ def adopt(book: Book, remesh: Remesh) -> None:
     if book.moving is not None:
         book.moving.cancel()
     held: set[Place] = set()
-    owner: dict[Place, Placement] = {}
+    owner: dict[Place, PagePlacement] = {}
     for sequence in book.live.values():
         placement = remesh.placements[sequence.name]
         tables = sequence.empty_tables(placement)
@@ -117,17 +117,17 @@ def move_pool(pool: PagePool, mesh: DeviceMesh, num_pages: int | None) -> None:
     except LongmeshError as found:
         error = found
     if group is not None:
-        signature = _Signature(_digest(pool.book), old.global_ranks, new.global_ranks, num_pages)
+        signature = _MoveSignature(_digest(pool.book), old.global_ranks, new.global_ranks, num_pages)
         agree("PagePool.move_to", signature, error, group, str(pool.device))
     elif error is not None:
         raise error
     assert remesh is not None
     shapes = _shapes(pool, group)
-    transfers: list[Transfer] = []
+    transfers: list[PageTransfer] = []
     if group is not None:
         place = {rank: i for i, rank in enumerate(group.global_ranks)}
         transfers = [
-            Transfer(place[old.global_ranks[a]], page, place[new.global_ranks[b]], target)
+            PageTransfer(place[old.global_ranks[a]], page, place[new.global_ranks[b]], target)
             for (a, page), (b, target) in remesh.pages.items()
         ]
     for layer, shape in enumerate(shapes):
@@ -163,10 +163,10 @@ def _digest(book: Book) -> str:
     return hashlib.blake2b(repr((book.page, held)).encode(), digest_size=8).hexdigest()
 
 
-def _shapes(pool: PagePool, group: AxisGroup | None) -> list[Shape | None]:
+def _shapes(pool: PagePool, group: AxisGroup | None) -> list[PageShape | None]:
     """Of every layer that some rank holds. Collective."""
     mine = [(-1,) * 4 if shape is None else (*shape[:3], _DTYPES.index(shape[3])) for shape in pool.shapes]
     if group is not None and mine:
         told = torch.tensor(mine, dtype=torch.int64, device=pool.device)
         mine = collectives.all_reduce(told, reduce_op="max", group=group).tolist()
-    return [None if row[0] < 0 else Shape(row[0], row[1], row[2], _DTYPES[row[3]]) for row in mine]
+    return [None if row[0] < 0 else PageShape(row[0], row[1], row[2], _DTYPES[row[3]]) for row in mine]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from longmesh.cache.placement import Placement, Span, without
+from longmesh.cache.placement import PagePlacement, Span, without
 
 GONE = -1  # a page that was given back, since no query sees it any more
 _NOWHERE = 1 << 40  # the slot of a rank that a sequence does not lie on
@@ -30,7 +30,7 @@ class Sequence:
     (7, (0, 1), [2, 2])
     """
 
-    placement: Placement
+    placement: PagePlacement
     tables: list[list[int]]
     length: int = 0
     hidden: tuple[Span, ...] = ()
@@ -47,7 +47,7 @@ class Sequence:
     def __len__(self) -> int:
         return self.length
 
-    def lie(self, placement: Placement, tables: list[list[int]], num_ranks: int) -> None:
+    def lie(self, placement: PagePlacement, tables: list[list[int]], num_ranks: int) -> None:
         """Lie on these pages from now on."""
         self.placement, self.tables = placement, tables
         self.slots = np.full(num_ranks, _NOWHERE, dtype=np.int64)
@@ -71,11 +71,11 @@ class Sequence:
             found = self._runs[slot] = [(GONE, gone)] * (gone > 0) + in_a_row(table[gone:])
         return found
 
-    def num_gone(self, placement: Placement, slot: int) -> int:
+    def num_gone(self, placement: PagePlacement, slot: int) -> int:
         """The pages on a slot that were given back, if the sequence lies so."""
         return placement.num_pages(slot, self.first_page * placement.page)
 
-    def empty_tables(self, placement: Placement) -> list[list[int]]:
+    def empty_tables(self, placement: PagePlacement) -> list[list[int]]:
         """Tables of a placement, with nothing but the pages that were given back."""
         return [[GONE] * self.num_gone(placement, slot) for slot in range(placement.width)]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from longmesh.cache.bookkeeping import is_whole
 from longmesh.cache.check import (
-    Signature,
+    AttendSignature,
     check_attend,
     check_open,
     check_window,
@@ -31,7 +31,7 @@ from longmesh.cache.check import (
     refuse_differences,
     signature_of,
 )
-from longmesh.cache.local import Paged, Scores, Source, attend_locally
+from longmesh.cache.local import KeySource, Paged, ScoreChange, attend_locally
 from longmesh.cache.merge_results import (
     gather_partials,
     gather_queries,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _NOTES = 2
 
 
-class Step:
+class PoolStep:
     """Made by `PagePool.step`, the same on every rank.
 
     >>> from longmesh.cache import PagePool
@@ -94,7 +94,7 @@ class Step:
     def rows(self) -> Tensor:
         """The rows of the step that this rank gives and gets: all, or with cut queries those whose keys it holds."""
         if self.is_cut:
-            self._pool.member.check("Step.rows")
+            self._pool.member.check("PoolStep.rows")
             return torch.from_numpy(self._owned[self._pool.rank])
         return torch.arange(self.plan.num_rows)
 
@@ -116,7 +116,7 @@ class Step:
         softmax and has no value. `softcap`: scores become ``softcap * tanh(score / softcap)``.
         Collective: every rank, with the same arguments.
         """
-        self._pool.member.check("Step.attend")
+        self._pool.member.check("PoolStep.attend")
         signature, error = None, None
         try:
             check_open(self)
@@ -127,14 +127,14 @@ class Step:
         except LongmeshError as found:
             error = found
         self._agree(signature, error)
-        scores = Scores(scale, softcap)
+        scores = ScoreChange(scale, softcap)
         return forward_only(self._attend(layer, q, window, sinks, scores, None, None), q, k, v)
 
-    def _agree(self, signature: Signature | None, error: LongmeshError | None) -> None:
+    def _agree(self, signature: AttendSignature | None, error: LongmeshError | None) -> None:
         """Raise `error`. At the first call of a pool all ranks raise, if one has an error or their calls differ."""
         pool = self._pool
         if pool.group is not None and (self.is_cut not in pool.agreed or checks_every_call()):
-            agree("Step.attend", signature, error, pool.group, str(pool.device))
+            agree("PoolStep.attend", signature, error, pool.group, str(pool.device))
             pool.agreed.add(self.is_cut)
         elif error is not None:
             raise error
@@ -142,7 +142,7 @@ class Step:
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put the new tokens' keys and values of a layer into their pages. Local."""
         check_open(self)
-        self._pool.member.check("Step.attend")
+        self._pool.member.check("PoolStep.attend")
         store = self._pool.store(layer, k, v)
         if not self._is_checked:
             self._digest = digest_of(k, v, besides=repr((layer, self.plan.stops, self.plan.counts)).encode())
@@ -158,11 +158,11 @@ class Step:
         sinks: Tensor | None = None,
         softcap: float | None = None,
         scale: float | None = None,
-        source: Source | None = None,
+        source: KeySource | None = None,
         v_head_dim: int | None = None,
     ) -> Tensor:
         """`attend` for keys that were written before; `source`: keys and values that were made of them. Collective."""
-        self._pool.member.check("Step.attend")
+        self._pool.member.check("PoolStep.attend")
         signature, error = None, None
         try:
             check_open(self)
@@ -176,12 +176,12 @@ class Step:
         except LongmeshError as found:
             error = found
         self._agree(signature, error)
-        return self._attend(layer, q, window, sinks, Scores(scale, softcap), source, v_head_dim)
+        return self._attend(layer, q, window, sinks, ScoreChange(scale, softcap), source, v_head_dim)
 
     @torch.no_grad()
     def _attend(
-        self, layer: int, q: Tensor, window: int | None, sinks: Tensor | None, scores: Scores, source: Source | None,
-        v_head_dim: int | None,
+        self, layer: int, q: Tensor, window: int | None, sinks: Tensor | None, scores: ScoreChange,
+        source: KeySource | None, v_head_dim: int | None,
     ) -> Tensor:  # fmt: skip
         """Of a call that is in order. Collective."""
         pool, shares = self._pool, self.plan.shares(window)

@@ -47,7 +47,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 _SPANS = 8  # more writes than these, of fewer tokens than these each, are one indexed write
 
 
-class Piece(NamedTuple):
+class PageRun(NamedTuple):
     """Keys and values of local tokens from `first` on, which lie in a row."""
 
     first: int
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
     v_GKE: Tensor
 
 
-class Shape(NamedTuple):
+class PageShape(NamedTuple):
     """What a layer caches of a token."""
 
     kv_heads: int
@@ -71,7 +71,7 @@ class Shape(NamedTuple):
 class PageStore:
     """Keys and values of one layer. Rows that were never written are zeros."""
 
-    def __init__(self, shape: Shape, page: int, device: torch.device | str) -> None:
+    def __init__(self, shape: PageShape, page: int, device: torch.device | str) -> None:
         self.shape, self.page, self.device = shape, page, device
         self.kv_heads, self.head_dim, self.v_head_dim, self.dtype = shape
         self._starts: list[int] = []  # the first page of each slab
@@ -98,9 +98,9 @@ class PageStore:
         slab, at = self._find(page)
         return self._keys[slab][:, at : at + self.page], self._values[slab][:, at : at + self.page]
 
-    def pieces(self, runs: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[Piece]:
+    def pieces(self, runs: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[PageRun]:
         """The local tokens of `spans`, of a table whose pages are `runs`: as few pieces as can be."""
-        found: list[Piece] = []
+        found: list[PageRun] = []
         for start, stop in spans:
             index = 0  # of the run's first token
             for first, count in runs:
@@ -114,20 +114,20 @@ class PageStore:
                     break
         return found
 
-    def _piece(self, first: int, low: int, high: int, skipped: int) -> Piece:
+    def _piece(self, first: int, low: int, high: int, skipped: int) -> PageRun:
         """Local tokens from `low` to `high`, or to where a slab ends, `skipped` tokens after the page `first`."""
         if first == GONE:
             return self._nothing(low, high - low)
         pages, offset = divmod(skipped, self.page)
         slab, at = self._find(first + pages)
         span = slice(at + offset, at + offset + high - low)
-        return Piece(low, self._keys[slab][:, span], self._values[slab][:, span])
+        return PageRun(low, self._keys[slab][:, span], self._values[slab][:, span])
 
-    def _nothing(self, first: int, count: int) -> Piece:
+    def _nothing(self, first: int, count: int) -> PageRun:
         """Zeros for tokens whose pages were given back, since no query sees them."""
         zero = torch.zeros((), dtype=self.dtype, device=self.device)
         k, v = (zero.expand(self.kv_heads, count, width) for width in (self.head_dim, self.v_head_dim))
-        return Piece(first, k, v)
+        return PageRun(first, k, v)
 
     @torch.no_grad()
     def write(self, writes: Sequence[Write], k_TGD: Tensor, v_TGE: Tensor) -> None:

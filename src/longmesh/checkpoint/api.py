@@ -26,7 +26,7 @@ from longmesh.errors import CheckpointError, LongmeshError
 _PathLike = str | os.PathLike[str]
 
 
-class Call(NamedTuple):
+class CheckpointCall(NamedTuple):
     """The arguments that must be the same on every rank; the state is each rank's own."""
 
     function: str
@@ -45,7 +45,7 @@ def save(state_dict: dict[str, Any], path: _PathLike) -> None:
     >>> sorted(path.name for path in Path("run").iterdir())
     ['.longmesh.json', '.metadata', '__0_0.distcp', '__1_0.distcp']
     """
-    _agree(Call("save", str(path)), find_no_state(state_dict))
+    _agree(CheckpointCall("save", str(path)), find_no_state(state_dict))
     _save(state_dict, Path(path), DirectoryWriter(Path(path)), SavePlanner())
 
 
@@ -65,7 +65,7 @@ def load(state_dict: dict[str, Any], path: _PathLike, *, allow: Allowed = ()) ->
     """
     problem = find_not_allowed(allow)
     names = () if problem else tuple(f"{item.__module__}.{item.__qualname__}" for item in allow)
-    _agree(Call("load", str(path), names), problem or find_no_state(state_dict))
+    _agree(CheckpointCall("load", str(path), names), problem or find_no_state(state_dict))
     target = readable_path(Path(path))
     _load(state_dict, target, DirectoryReader(target, allow))
 
@@ -89,7 +89,9 @@ def save_safetensors(
         problem = CheckpointError(
             f"save_safetensors(max_file_bytes={max_file_bytes}): give a positive number of bytes"
         )
-    _agree(Call("save_safetensors", str(path), (max_file_bytes,)), problem or find_no_state(state_dict))
+    _agree(
+        CheckpointCall("save_safetensors", str(path), (max_file_bytes,)), problem or find_no_state(state_dict)
+    )
     target = Path(path)
     limit = None if target.suffix == ".safetensors" else max_file_bytes
     _save(state_dict, target, SafetensorsWriter(target, limit), SavePlanner(tensors_only=True))
@@ -106,7 +108,7 @@ def load_safetensors(state_dict: dict[str, Any], path: _PathLike) -> None:
     >>> state["w"].to_local()
     tensor([0., 1.])
     """
-    _agree(Call("load_safetensors", str(path)), find_missing_library() or find_no_state(state_dict))
+    _agree(CheckpointCall("load_safetensors", str(path)), find_missing_library() or find_no_state(state_dict))
     target = readable_path(Path(path))
     _load(state_dict, target, SafetensorsReader(target))
 
@@ -125,7 +127,7 @@ def find_no_state(state_dict: Any) -> CheckpointError | None:
     )
 
 
-def _agree(call: Call, problem: LongmeshError | None = None) -> None:
+def _agree(call: CheckpointCall, problem: LongmeshError | None = None) -> None:
     """Go on on all ranks, or raise on all: one that is called otherwise would leave the others waiting."""
     World().agree(f"checkpoint.{call.function}", call, problem)
 

@@ -38,7 +38,7 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-class _Call(NamedTuple):
+class _DirectoryCall(NamedTuple):
     """What every rank must be called with alike."""
 
     path: str
@@ -197,7 +197,7 @@ class Directory:
     def save(self, state_dict: dict[str, Any], step: int) -> None:
         """Copy the state and begin to write it as the checkpoint of `step`. Waits for a save that is under way."""
         self._finish()
-        call = _Call(
+        call = _DirectoryCall(
             str(self.path), step, self._keep, self._keep_every, self._max_failures, self._check_finite
         )
         wrong = find_bad_step(step) or find_no_state(state_dict)

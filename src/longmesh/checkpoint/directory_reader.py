@@ -26,7 +26,7 @@ from longmesh.checkpoint.directory_writer import CHECKSUMS, MARK, METADATA, Stor
 from longmesh.checkpoint.generations import list_steps
 from longmesh.checkpoint.inside import find_inside, read_inside
 from longmesh.checkpoint.pickled import NotPlain
-from longmesh.checkpoint.pieces import Allowed, Part, Refused, check_archive, read_piece
+from longmesh.checkpoint.pieces import Allowed, FilePart, Refused, check_archive, read_piece
 from longmesh.errors import CheckpointError
 
 _BLOCK = 1 << 20
@@ -107,7 +107,7 @@ class DirectoryReader(PathReader):
     def _value(self, file: IO[bytes], info: StorageInfo, name: str) -> Any:
         """What `torch.save` wrote there, checked."""
         check_piece(self.path, file, info, self._checksums)
-        part = cast("IO[bytes]", Part(file, info.offset, info.length))
+        part = cast("IO[bytes]", FilePart(file, info.offset, info.length))
         try:
             return read_piece(part, allow=self._allow, check_crc=self._checksums is None)
         except Refused as error:
@@ -222,7 +222,7 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> Iterator[str]
                 for info in pieces:
                     check_piece(path, file, info, checksums)
                     if checksums is None:
-                        part = cast("IO[bytes]", Part(file, info.offset, info.length))
+                        part = cast("IO[bytes]", FilePart(file, info.offset, info.length))
                         check_archive(part, check_crc=True)
     except CheckpointError as error:
         text = str(error)

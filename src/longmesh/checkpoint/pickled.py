@@ -52,7 +52,7 @@ def decode(data: bytes, check: Check | None = None) -> Decoded:
     With `check`, which gets the name and arguments of every call before those after it, for pickles of objects: states
     and items may go to anything, and are left out.
     """
-    machine = _Machine(check, _MOST_SHARED * len(data))
+    machine = _PickleMachine(check, _MOST_SHARED * len(data))
     try:
         for opcode, argument, _ in pickletools.genops(data):
             step = _STEPS.get(opcode.name)
@@ -89,7 +89,7 @@ def list_names(data: bytes) -> list[str]:
     return list(names)
 
 
-class _Machine:
+class _PickleMachine:
     def __init__(self, check: Check | None, most: int) -> None:
         self.check = check
         self.most = most
@@ -121,12 +121,12 @@ class _Machine:
         return items
 
 
-def _mark(machine: _Machine, _: Any) -> None:
+def _mark(machine: _PickleMachine, _: Any) -> None:
     machine.marks.append(machine.stack)
     machine.stack = []
 
 
-def _call(machine: _Machine, _: Any) -> None:
+def _call(machine: _PickleMachine, _: Any) -> None:
     args = machine.stack.pop()
     name = machine.stack.pop()
     if not isinstance(name, Name) or not isinstance(args, tuple):
@@ -137,7 +137,7 @@ def _call(machine: _Machine, _: Any) -> None:
     machine.stack.append({} if ordered else Record(str(name), args))
 
 
-def _build(machine: _Machine, _: Any) -> None:
+def _build(machine: _PickleMachine, _: Any) -> None:
     state = machine.stack.pop()
     if isinstance(machine.stack[-1], Record):
         machine.stack[-1].state = state
@@ -145,14 +145,14 @@ def _build(machine: _Machine, _: Any) -> None:
         raise NotPlain("it gives a state to what is not an object")
 
 
-def _append(machine: _Machine, items: list[Any]) -> None:
+def _append(machine: _PickleMachine, items: list[Any]) -> None:
     if type(machine.stack[-1]) is list:
         machine.stack[-1].extend(items)
     elif machine.check is None:
         raise NotPlain("it appends to what is not a list")
 
 
-def _set_items(machine: _Machine, items: list[Any]) -> None:
+def _set_items(machine: _PickleMachine, items: list[Any]) -> None:
     if machine.check is not None:  # keys may be objects, whose records have no hashes of their values
         return
     if type(machine.stack[-1]) is not dict:
@@ -160,37 +160,37 @@ def _set_items(machine: _Machine, items: list[Any]) -> None:
     machine.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
 
-def _tuple(machine: _Machine, size: int) -> None:
+def _tuple(machine: _PickleMachine, size: int) -> None:
     items = tuple(machine.stack[len(machine.stack) - size :])
     del machine.stack[len(machine.stack) - size :]
     machine.push_tuple(items)
 
 
-def _get(machine: _Machine, index: int) -> None:
+def _get(machine: _PickleMachine, index: int) -> None:
     machine.stack.append(machine.memo[index])
 
 
-def _put(machine: _Machine, index: int | None) -> None:
+def _put(machine: _PickleMachine, index: int | None) -> None:
     machine.memo[len(machine.memo) if index is None else index] = machine.stack[-1]
 
 
-def _pair(machine: _Machine) -> list[Any]:
+def _pair(machine: _PickleMachine) -> list[Any]:
     value, key = machine.stack.pop(), machine.stack.pop()
     return [key, value]
 
 
-def _stack_global(machine: _Machine, _: Any) -> None:
+def _stack_global(machine: _PickleMachine, _: Any) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     machine.push_name(module, name)
 
 
-def _persistent(machine: _Machine, _: Any) -> None:
+def _persistent(machine: _PickleMachine, _: Any) -> None:
     if machine.check is None:
         raise NotPlain("it has the instruction BINPERSID")
     machine.stack.append(Record("", (machine.stack.pop(),)))
 
 
-_Step = Callable[[_Machine, Any], None]
+_Step = Callable[[_PickleMachine, Any], None]
 _STEPS: dict[str, _Step] = {
     "MARK": _mark,
     "EMPTY_LIST": lambda m, _: m.stack.append([]),

@@ -34,7 +34,7 @@ class Refused(ValueError):
     """A piece that holds what may not be built from a file."""
 
 
-class Part(io.RawIOBase):
+class FilePart(io.RawIOBase):
     """`length` bytes of a file from `start` on, as a file."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:

@@ -45,7 +45,7 @@ class CommCall:
 
 
 @dataclass(frozen=True, slots=True)
-class OpCall:
+class TracedCall:
     """One op: its inputs' shapes and, of DTensors, layouts."""
 
     name: str
@@ -81,7 +81,7 @@ class CommDebugMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[CommCall] = []
-        self.operations: list[OpCall] = []
+        self.operations: list[TracedCall] = []
         self.modules = ModuleStack()
         self._own = _OwnCollectives(self)
         self._scopes = ExitStack()
@@ -238,10 +238,10 @@ _FUNCTIONAL = {
 }
 
 
-def _describe_op(func: Any, args: Any, kwargs: Any, module: str, backward: bool) -> OpCall:
+def _describe_op(func: Any, args: Any, kwargs: Any, module: str, backward: bool) -> TracedCall:
     tensors = all_tensors((args, kwargs))
     parts = [t for t in tensors if isinstance(t, DTensor)]
-    return OpCall(
+    return TracedCall(
         name=str(func),
         module=module,
         is_backward=backward,

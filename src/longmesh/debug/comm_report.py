@@ -21,7 +21,7 @@ from longmesh.debug.module_stack import GLOBAL
 from longmesh.plan.words import format_bytes
 
 if TYPE_CHECKING:
-    from longmesh.debug.comm_mode import CommCall, CommDebugMode, OpCall
+    from longmesh.debug.comm_mode import CommCall, CommDebugMode, TracedCall
 
 _TRIVIAL = frozenset(
     f"aten.{name}"
@@ -90,7 +90,7 @@ def _total(mode: CommDebugMode, name: str, backward: bool) -> _Total:
     return _Total(dict(counts), sum(c.event.sent_bytes for c in calls), sum(c.waited_us for c in calls))
 
 
-def _operations(mode: CommDebugMode, name: str, backward: bool, noise_level: int) -> list[OpCall]:
+def _operations(mode: CommDebugMode, name: str, backward: bool, noise_level: int) -> list[TracedCall]:
     if noise_level < 1:
         return []
     return [
@@ -103,7 +103,7 @@ def _operations(mode: CommDebugMode, name: str, backward: bool, noise_level: int
     ]
 
 
-def _show_op(op: OpCall) -> str:
+def _show_op(op: TracedCall) -> str:
     layouts = f"  {', '.join(op.input_layouts)} on {op.mesh}" if op.input_layouts else ""
     return f"{op.name}  {', '.join(map(str, op.input_shapes))}{layouts}"
 

@@ -42,13 +42,13 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             output  (4, 4) S(0)
     1 op; 1 implicit redistribution, 96 B on the wire; 0 asked for, 0 B
     """
-    watch = _Recorder()
+    watch = _OpRecorder()
     with watch:
         result = fn(*args, **kwargs)
     return Explanation(tuple(watch.steps), result)
 
 
-class _Recorder(OpWatch):
+class _OpRecorder(OpWatch):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Step] = []

@@ -21,7 +21,7 @@ Box = tuple[Interval, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardPiece:
     """A box of the tensor and who holds it: one tuple of ranks per copy, several in it if each has a term."""
 
     box: Box
@@ -40,7 +40,7 @@ class ShardMap:
     shape: tuple[int, ...]
     layout: Layout
     intervals: tuple[tuple[Interval, ...], ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
     empty_ranks: tuple[int, ...]
 
     @property
@@ -86,7 +86,7 @@ def shard_map(layout: Layout, shape: Sequence[int], ranks: Sequence[int]) -> Sha
         holders.setdefault(box, {}).setdefault(copy, []).append(rank)
     intervals = tuple(tuple(sorted({box[dim] for box in holders})) for dim in range(len(sizes)))
     pieces = tuple(
-        Piece(box, tuple(tuple(terms) for terms in holders[box].values()))
+        ShardPiece(box, tuple(tuple(terms) for terms in holders[box].values()))
         for box in product(*intervals)
         if holders
     )

@@ -14,7 +14,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from longmesh.cache import PagePool, Sequence, Step
+from longmesh.cache import PagePool, PoolStep, Sequence
 from longmesh.errors import LongmeshError
 
 
@@ -26,7 +26,7 @@ class CachedBatch:
         self.sequences: list[Sequence] = []
         self.pads: list[int] = []
         self.length = 0
-        self.step: Step | None = None
+        self.step: PoolStep | None = None
         self.updated: set[int] = set()
         self._new = 0  # tokens of a row in the step
         self._may_repeat = False
@@ -72,7 +72,7 @@ class CachedBatch:
             return None
         return torch.cat([self._mask, self._mask.new_ones((len(self._mask), num_new))], 1)
 
-    def begin(self, num_rows: int, num_new: int, *, cut: bool = False) -> Step:
+    def begin(self, num_rows: int, num_new: int, *, cut: bool = False) -> PoolStep:
         """Begin a step of `num_new` tokens for each row."""
         self.finish()
         self._refuse_repeats(num_new)

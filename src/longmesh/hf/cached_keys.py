@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longmesh._torch import no_subclass_functions
-from longmesh.cache.local import Given, joined
+from longmesh.cache.local import GivenKeys, joined
 from longmesh.cache.plan import Keys
 from longmesh.errors import LongmeshError
 from longmesh.hf.cached_batch import CachedBatch
@@ -66,13 +66,13 @@ class Link:
         whole = torch.cat(found, 1)[None]
         return whole if whole.shape[2] else whole.new_zeros((*whole.shape[:2], 1, whole.shape[3]))
 
-    def given(self, k: Tensor, v: Tensor) -> Given:
+    def given(self, k: Tensor, v: Tensor) -> GivenKeys:
         """What was made of the keys and values, for attention."""
         starts, at = {}, 0
         for entry in self._entries():
             starts[entry.row] = at
             at += self._local(entry)
-        return Given(k[0], v[0], starts)
+        return GivenKeys(k[0], v[0], starts)
 
     def _entries(self):
         assert self.batch.step is not None, "keys are used in the step in which they were given"

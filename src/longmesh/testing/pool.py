@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from longmesh.errors import LongmeshError
 from longmesh.testing.nursery import Nursery
 from longmesh.testing.shipping import name_function, pack_call, read_surroundings
-from longmesh.testing.world import World
+from longmesh.testing.world import RankWorld
 
 Result = TypeVar("Result")
 _DEVICES = ("cpu", "sim", "sim+cpu", "fake")
@@ -42,7 +42,7 @@ class RankPool:
             raise LongmeshError("RankPool forks its ranks, which this platform cannot; use Linux or macOS")
         self.max_ranks = max_ranks
         self._lock = threading.Lock()
-        self._worlds: dict[tuple[int, str], World] = {}
+        self._worlds: dict[tuple[int, str], RankWorld] = {}
         self._nursery: Nursery | None = Nursery()
 
     def run(
@@ -85,7 +85,7 @@ class RankPool:
             if self._nursery is None:
                 raise LongmeshError("run() on a closed RankPool: make a new one")
             key = num_ranks, device
-            world = self._worlds.pop(key, None) or World(self._nursery, num_ranks, device)
+            world = self._worlds.pop(key, None) or RankWorld(self._nursery, num_ranks, device)
             results = world.run(name_function(fn), call, read_surroundings(), timeout)
             self._worlds[key] = world
             return results

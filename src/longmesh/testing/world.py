@@ -41,7 +41,7 @@ class _Rank:
     stacks: IO[bytes]
 
 
-class World:
+class RankWorld:
     """`num_ranks` processes in one world of a device."""
 
     def __init__(self, nursery: Nursery, num_ranks: int, device: str = "cpu") -> None:

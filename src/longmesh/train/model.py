@@ -17,7 +17,7 @@ from longmesh.train.options import VOCAB
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
         self.head_dim = dim // heads
@@ -47,10 +47,10 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(dim, 1e-5), Attention(dim, heads, kv_heads)
+        self.attention_norm, self.attention = nn.RMSNorm(dim, 1e-5), SelfAttention(dim, heads, kv_heads)
         self.feed_forward_norm, self.feed_forward = nn.RMSNorm(dim, 1e-5), FeedForward(dim, 3 * dim)
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
@@ -65,7 +65,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.head_dim = dim // heads
         self.embedding = nn.Embedding(VOCAB, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads, kv_heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(dim, heads, kv_heads) for _ in range(layers))
         self.norm = nn.RMSNorm(dim, 1e-5)
         self.head = nn.Linear(dim, VOCAB, bias=False)
         random = torch.Generator().manual_seed(seed)

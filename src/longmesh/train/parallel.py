@@ -56,7 +56,7 @@ class DrawnPlan(NamedTuple):
     num_visible: int
 
 
-class Part(NamedTuple):
+class SequencePart(NamedTuple):
     """This rank's part of a sequence, (1, tokens) and (tokens), and the attention that completes it."""
 
     tokens: Tensor
@@ -142,17 +142,17 @@ class Engines:
         return self._first
 
 
-def take_part(row: PackedDocuments, options: TrainOptions, axes: Axes, engines: Engines) -> Part:
+def take_part(row: PackedDocuments, options: TrainOptions, axes: Axes, engines: Engines) -> SequencePart:
     """This rank's part of a sequence. Positions are those in the sequence: rotations only see differences."""
     device = axes.world.device_type
     if axes.world.size() == 1:
         everything = torch.arange(options.seq_len, device=device)
         attend = _attend_alone(engines.lengths_of(row))
-        return Part(row.tokens.to(device), row.labels.to(device), everything, attend, None)
+        return SequencePart(row.tokens.to(device), row.labels.to(device), everything, attend, None)
     cp = engines.engine(row)
     tokens, labels = (cp.shard(x, dim=1).to(device) for x in (row.tokens, row.labels))
     visible = sum(length * VISIBLE >= options.seq_len for length in engines.lengths_of(row))
-    return Part(tokens, labels, cp.positions.to(device), cp, DrawnPlan(cp.plan, visible))
+    return SequencePart(tokens, labels, cp.positions.to(device), cp, DrawnPlan(cp.plan, visible))
 
 
 def _attend_alone(lengths: tuple[int, ...]) -> Attend:

@@ -77,7 +77,7 @@ def describe_step(record: StepRecord, steps: int, step_tokens: int, num_ranks: i
     return f"step {record.step + 1:{len(str(steps))}d}/{steps}  loss {record.loss:.4f}  {rate:,.0f} tokens/s{waits}"
 
 
-class _Pending(NamedTuple):
+class _UnreadStep(NamedTuple):
     step: int
     numbers: StepNumbers
     seconds: float
@@ -97,12 +97,12 @@ class StepJournal:
         self._losses, self._steps, self._show = losses, steps, show
         self._bad = BadSteps([name for name, _ in model.named_parameters()])
         self._is_first = World().rank == 0
-        self._pending: _Pending | None = None
+        self._pending: _UnreadStep | None = None
 
     def add(self, step: int, numbers: StepNumbers, seconds: float, wait_seconds: float) -> None:
         """A step that was begun; reads the one before. Every rank."""
         self.settle()
-        self._pending = _Pending(step, numbers, seconds, wait_seconds)
+        self._pending = _UnreadStep(step, numbers, seconds, wait_seconds)
 
     def settle(self) -> None:
         """Read the numbers of the last step: before it is saved, and at the end. Every rank."""

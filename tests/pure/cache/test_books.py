@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from longmesh.cache.bookkeeping import Book, FreePages
 from longmesh.cache.moving import Moving, places_of
-from longmesh.cache.placement import Placement, without
+from longmesh.cache.placement import PagePlacement, without
 from longmesh.cache.plan import CacheStep
 from longmesh.cache.prefix import PrefixIndex, page_hashes
 from longmesh.cache.remesh import adopt, plan_remesh
@@ -19,7 +19,7 @@ sizes = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 3, 16, 256]), st.int
 @given(sizes)
 def test_local_counts_the_tokens_of_a_rank(size):
     width, page, length = size
-    placement = Placement(tuple(range(width)), page)
+    placement = PagePlacement(tuple(range(width)), page)
     owners = [p // page % width for p in range(length)]
     for slot in range(width):
         mine = [p for p in range(length) if owners[p] == slot]
@@ -30,7 +30,7 @@ def test_local_counts_the_tokens_of_a_rank(size):
 
 
 def test_local_after_tokens_were_taken_back_is_not_a_difference():
-    placement = Placement((0, 1), page=2)
+    placement = PagePlacement((0, 1), page=2)
     assert placement.local(1, 4) == 2
     assert placement.local(1, 4 - 3) == 0  # and not 2 - 3
 

@@ -14,13 +14,13 @@ import longmesh
 from longmesh.cli.rank_exits import read_crash
 from longmesh.watch.thread import FileBoard
 from longmesh.watch.thread.findings import find_stuck
-from longmesh.watch.thread.stacks import Place, find_wait, format_places, parse_dump
+from longmesh.watch.thread.stacks import CodePlace, find_wait, format_places, parse_dump
 from longmesh.watch.thread.status import RankStatus, describe_silence
 from longmesh.watch.thread.watcher import Watcher
 
 PACKAGE = Path(longmesh.__file__).parent
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
-SCRIPT = Place("/home/you/longmesh/script.py", 12, "step")
+SCRIPT = CodePlace("/home/you/longmesh/script.py", 12, "step")
 
 
 def waits(rank: int, what: str, *ranks: int, seconds: float = 7.0) -> RankStatus:
@@ -39,24 +39,30 @@ def found(statuses: list[RankStatus], answering: set[int] | None = None, asking:
 @pytest.mark.parametrize(
     ("places", "expected"),
     [
-        ([Place(C10D, 1, "all_reduce"), SCRIPT], "all_reduce at /home/you/longmesh/script.py:12"),
+        ([CodePlace(C10D, 1, "all_reduce"), SCRIPT], "all_reduce at /home/you/longmesh/script.py:12"),
         (
-            [Place(C10D, 1, "_object_to_tensor"), SCRIPT],
+            [CodePlace(C10D, 1, "_object_to_tensor"), SCRIPT],
             "object_to_tensor at /home/you/longmesh/script.py:12",
         ),
         (
             [
-                Place("/x/site-packages/torch/_ops.py", 1, "__call__"),
-                Place(f"{PACKAGE}/comm/collectives.py", 1, "_wait"),
-                Place(f"{PACKAGE}/comm/collectives.py", 2, "all_gather"),
-                Place(f"{PACKAGE}/tensor/dtensor.py", 3, "full_tensor"),
+                CodePlace("/x/site-packages/torch/_ops.py", 1, "__call__"),
+                CodePlace(f"{PACKAGE}/comm/collectives.py", 1, "_wait"),
+                CodePlace(f"{PACKAGE}/comm/collectives.py", 2, "all_gather"),
+                CodePlace(f"{PACKAGE}/tensor/dtensor.py", 3, "full_tensor"),
                 SCRIPT,
             ],
             "all_gather at /home/you/longmesh/script.py:12",
         ),
         ([SCRIPT], None),
-        ([Place("/x/site-packages/torch/distributed/checkpoint/filesystem.py", 1, "write"), SCRIPT], None),
-        ([*[SCRIPT] * 5, Place(C10D, 1, "broadcast")], None),  # a callback deep inside a collective computes
+        (
+            [CodePlace("/x/site-packages/torch/distributed/checkpoint/filesystem.py", 1, "write"), SCRIPT],
+            None,
+        ),
+        (
+            [*[SCRIPT] * 5, CodePlace(C10D, 1, "broadcast")],
+            None,
+        ),  # a callback deep inside a collective computes
     ],
 )
 def test_a_stack_waits_where_its_inner_frames_are_a_collective(places, expected) -> None:
@@ -65,14 +71,14 @@ def test_a_stack_waits_where_its_inner_frames_are_a_collective(places, expected)
 
 
 def test_a_sleeping_thread_may_wait_inside_of_torch(tmp_path: Path) -> None:
-    backward = [Place("/x/site-packages/torch/autograd/graph.py", 1, "_engine_run_backward"), SCRIPT]
+    backward = [CodePlace("/x/site-packages/torch/autograd/graph.py", 1, "_engine_run_backward"), SCRIPT]
     assert find_wait(backward) is None
     assert str(find_wait(backward, sleeps=True)).startswith("a collective of the backward pass at /home")
     script = tmp_path / "script.py"
     script.write_text("work = start()\nwork.wait()\n")
-    here = [Place(str(script), 2, "<module>")]
+    here = [CodePlace(str(script), 2, "<module>")]
     assert str(find_wait(here, sleeps=True)) == f"a transfer that it has started at {script}:2"
-    assert find_wait([Place(str(script), 1, "<module>")], sleeps=True) is None
+    assert find_wait([CodePlace(str(script), 1, "<module>")], sleeps=True) is None
 
 
 def test_the_rank_that_waits_for_nobody_is_named_with_its_stack() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass
-class Finding:
+class Examination:
     """`problem` is None if all is well. `figures` are the measurements; `advice` is worth reading, but no failure."""
 
     section: str

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from longmesh.attention.kernel.base import AttentionGradients, KernelWork, Need, finish, zero_like
 from longmesh.attention.kernel.choose import kernels
 from longmesh.attention.mask.block import UNBOUNDED, Block
-from longmesh.cli.doctor.finding import Finding, median_us, worst_difference
+from longmesh.cli.doctor.finding import Examination, median_us, worst_difference
 
 _DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 _TOKENS = {"cpu": 512, "cuda": 4096}
@@ -24,13 +24,13 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * n**3 / median_us(lambda: a @ a, device)
 
 
-def examine_kernels(device: torch.device) -> list[Finding]:
+def examine_kernels(device: torch.device) -> list[Examination]:
     """Full, causal and window blocks, forward and backward, of every kernel that takes the dtype."""
-    found: list[Finding] = []
+    found: list[Examination] = []
     for dtype in _DTYPES.get(device.type, _DTYPES["cuda"]):
         rate = matmul_rate(device, dtype)
         name = str(dtype).removeprefix("torch.")
-        found.append(Finding("kernels", "matmul", {"dtype": name, "flops_per_us": round(rate)}))
+        found.append(Examination("kernels", "matmul", {"dtype": name, "flops_per_us": round(rate)}))
         for kernel in kernels():
             if kernel.refuses(Need(device.type, dtype, _DIM, _DIM)) is None:
                 found += [
@@ -39,7 +39,7 @@ def examine_kernels(device: torch.device) -> list[Finding]:
     return found
 
 
-def _examine(kernel, kind: str, device: torch.device, dtype: torch.dtype, rate: float) -> Finding:
+def _examine(kernel, kind: str, device: torch.device, dtype: torch.dtype, rate: float) -> Examination:
     tokens = _TOKENS.get(device.type, 512)
     lo, hi = {"full": (-UNBOUNDED, UNBOUNDED), "causal": (-UNBOUNDED, 0), "window": (-127, 0)}[kind]
     draw = torch.Generator().manual_seed(0)
@@ -56,7 +56,9 @@ def _examine(kernel, kind: str, device: torch.device, dtype: torch.dtype, rate: 
         forward = median_us(lambda: kernel.forward(work), device)
         backward = median_us(lambda: kernel.backward(work, final, into), device)
     except Exception as error:
-        return Finding("kernels", kernel.name, figures, f"raises {type(error).__name__}: {str(error)[:200]}")
+        return Examination(
+            "kernels", kernel.name, figures, f"raises {type(error).__name__}: {str(error)[:200]}"
+        )
     pairs = {
         "full": tokens**2,
         "causal": tokens * (tokens + 1) // 2,
@@ -69,7 +71,7 @@ def _examine(kernel, kind: str, device: torch.device, dtype: torch.dtype, rate: 
         "of_matmul": round(flops / forward / rate, 3),
     }  # fmt: skip
     problem = None if worst <= _TOLERANCE[dtype] else f"differs from float64 by {worst:.3g}"
-    return Finding("kernels", kernel.name, figures, problem)
+    return Examination("kernels", kernel.name, figures, problem)
 
 
 def _worst(kernel, work: KernelWork, dout: torch.Tensor, lo: int, hi: int) -> float:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from longmesh.cli.doctor.finding import Finding
+from longmesh.cli.doctor.finding import Examination
 from longmesh.cli.doctor.measure_links import Clock, find_disturbed
 from longmesh.comm import AxisGroup
 from longmesh.plan.words import format_bytes
@@ -23,7 +23,7 @@ SIZES = {"cpu": (1 << 10, 1 << 16, 1 << 20, 1 << 22), "cuda": (1 << 12, 1 << 18,
 
 def examine_links(
     axis: str, axis_group: AxisGroup, device: torch.device, sizes: tuple[int, ...] | None = None
-) -> list[Finding]:
+) -> list[Examination]:
     """Every collective at every size, over one axis; the numbers that arrive are checked, too.
 
     A message that takes longer than a larger one is measured again, and reported if it still does.
@@ -31,7 +31,7 @@ def examine_links(
     sizes = sizes or SIZES.get(device.type, SIZES["cpu"])
     clock, group = Clock(axis_group, device), axis_group.process_group
     by_size = [_calls(size, group, device) for size in sizes]
-    found: list[Finding] = []
+    found: list[Examination] = []
     for name in by_size[0]:
         calls = [by_name[name] for by_name in by_size]
         took = clock.rising_us([lambda call=call: call for call, _ in calls])
@@ -43,9 +43,9 @@ def examine_links(
 
 def describe_times(
     name: str, axis: str, num_ranks: int, sizes: Sequence[int], took_us: Sequence[float], factor: float
-) -> list[Finding]:
+) -> list[Examination]:
     """The rows of one collective, in rising order of size; `factor` is that of its bus bandwidth. Pure."""
-    found: list[Finding] = []
+    found: list[Examination] = []
     disturbed = find_disturbed(took_us)
     for i, (size, us) in enumerate(zip(sizes, took_us, strict=True)):
         figures = {
@@ -59,7 +59,7 @@ def describe_times(
                 f"it takes longer than {format_bytes(sizes[faster])} ({took_us[faster]:.0f} us), also when measured "
                 "again: the machine or its network is busy; run the doctor again when it is idle"
             )
-        found.append(Finding("links", name, figures, problem))
+        found.append(Examination("links", name, figures, problem))
     return found
 
 
@@ -90,13 +90,13 @@ def _calls(
     return found if n == 1 else found | {"send": (send, 1.0)}
 
 
-def _exact(axis: str, group: dist.ProcessGroup, device: torch.device) -> Finding:
+def _exact(axis: str, group: dist.ProcessGroup, device: torch.device) -> Examination:
     """A sum whose result is known to every rank."""
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     x = torch.arange(1000, device=device, dtype=torch.float32) + rank
     dist.all_reduce(x, group=group)
     want = torch.arange(1000, dtype=torch.float32) * n + n * (n - 1) / 2
     right = torch.equal(x.cpu(), want)
-    return Finding(
+    return Examination(
         "links", "exact", {"axis": axis}, None if right else f"a sum over {axis} is wrong on rank {rank}"
     )

@@ -10,7 +10,7 @@ from importlib.metadata import version
 import torch
 import torch.distributed as dist
 
-from longmesh.cli.doctor.finding import Finding
+from longmesh.cli.doctor.finding import Examination
 
 # Settings that cost speed, the value that does, and what to do.
 _HURTS = {
@@ -25,11 +25,11 @@ _HURTS = {
 }
 
 
-def examine_machine(device: torch.device) -> list[Finding]:
+def examine_machine(device: torch.device) -> list[Examination]:
     """Versions, devices and backends."""
     versions = {name: version(name) for name in ("longmesh", "torch", "numpy")}
     versions |= {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    found = [Finding("machine", "versions", versions)]
+    found = [Examination("machine", "versions", versions)]
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         figures = {
@@ -39,19 +39,19 @@ def examine_machine(device: torch.device) -> list[Finding]:
         }
     else:
         figures = {"name": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    found.append(Finding("machine", f"device {device.type}", figures))
+    found.append(Examination("machine", f"device {device.type}", figures))
     backends = [name for name in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(name)]
     used = str(dist.get_backend_config()) if dist.is_initialized() else "none"
     lacking = device.type == "cuda" and dist.is_initialized() and "nccl" not in used
     problem = f"ranks on GPUs talk over {used}: start them with NCCL" if lacking else None
-    found.append(Finding("machine", "backends", {"available": " ".join(backends), "used": used}, problem))
+    found.append(Examination("machine", "backends", {"available": " ".join(backends), "used": used}, problem))
     return found + examine_settings(os.environ)
 
 
-def examine_settings(environment: Mapping[str, str]) -> list[Finding]:
+def examine_settings(environment: Mapping[str, str]) -> list[Examination]:
     """Settings that are known to hurt, with what to do about them."""
     found = []
     for name, (value, advice) in _HURTS.items():
         if environment.get(name, "").upper() == value:
-            found.append(Finding("settings", name, {"value": environment[name]}, advice=advice))
+            found.append(Examination("settings", name, {"value": environment[name]}, advice=advice))
     return found

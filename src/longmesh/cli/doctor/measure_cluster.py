@@ -128,7 +128,7 @@ def _matmul_rates(clock: Clock, tiles: Sequence[int], dtype: torch.dtype) -> lis
     return [Rate("matmul", name, tile, 2 * tile**3 / us) for tile, us in zip(tiles, took, strict=True)]
 
 
-class _Shape(NamedTuple):
+class _MeasuredBlock(NamedTuple):
     """A block to measure, the sizes of its buffers, and its pairs. `tile` and `keys`: by which it is looked up."""
 
     kind: TileKind
@@ -140,24 +140,26 @@ class _Shape(NamedTuple):
     pairs: int
 
 
-def _shapes(tiles: Sequence[int]) -> list[_Shape]:
-    found = [_Shape("full", r, k, Block(0, r, 0, k), r, k, r * k) for r in tiles for k in tiles]
+def _shapes(tiles: Sequence[int]) -> list[_MeasuredBlock]:
+    found = [_MeasuredBlock("full", r, k, Block(0, r, 0, k), r, k, r * k) for r in tiles for k in tiles]
     sizes = sorted({*tiles, *(2 * tile for tile in tiles)})  # with edges, the rate changes faster
     for n in sizes:
-        found.append(_Shape("causal", n, None, Block(0, n, 0, n, hi=0), n, n, n * (n + 1) // 2))
+        found.append(_MeasuredBlock("causal", n, None, Block(0, n, 0, n, hi=0), n, n, n * (n + 1) // 2))
     for width in sizes[:-1]:
         rows = max(2 * width, tiles[-1] // 2)
         pairs = rows * width - width * (width - 1) // 2
-        found.append(_Shape("window", width, None, Block(0, rows, 0, rows, 1 - width, 0), rows, rows, pairs))
+        found.append(
+            _MeasuredBlock("window", width, None, Block(0, rows, 0, rows, 1 - width, 0), rows, rows, pairs)
+        )
     return found
 
 
 def _attention_rates(clock: Clock, tiles: Sequence[int], dtype: torch.dtype) -> list[Rate]:
     """Forward and backward of blocks. A time is a part that all heads share, and one for each head."""
     name = str(dtype).removeprefix("torch.")
-    cases: list[tuple[_Shape, RateOp]] = [(shape, op) for shape in _shapes(tiles) for op in FLOPS]
+    cases: list[tuple[_MeasuredBlock, RateOp]] = [(shape, op) for shape in _shapes(tiles) for op in FLOPS]
 
-    def maker(shape: _Shape, op: RateOp, heads: int) -> Make:
+    def maker(shape: _MeasuredBlock, op: RateOp, heads: int) -> Make:
         return lambda: _Tile(clock, shape.block, shape.rows, shape.num_keys, heads, dtype).of(op)
 
     took = clock.best_us([maker(*case, heads) for case in cases for heads in (HEADS, FEW_HEADS)])

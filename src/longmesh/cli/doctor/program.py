@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longmesh.cli.doctor.finding import Finding
+from longmesh.cli.doctor.finding import Examination
 from longmesh.cli.doctor.kernels import examine_kernels
 from longmesh.cli.doctor.links import examine_links
 from longmesh.cli.doctor.machine import examine_machine
@@ -72,7 +72,7 @@ def make_mesh(device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, (size,), mesh_dim_names=("node",))
 
 
-def examine(device: torch.device, mesh: DeviceMesh | None) -> list[Finding]:
+def examine(device: torch.device, mesh: DeviceMesh | None) -> list[Examination]:
     """Everything that can be found out here."""
     findings = examine_machine(device) + examine_kernels(device)
     if mesh is None:
@@ -114,7 +114,7 @@ def in_words(key: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, float | int) and key.endswith("us") else str(value)
 
 
-def show(findings: list[Finding], problems: int) -> None:
+def show(findings: list[Examination], problems: int) -> None:
     """The tables, one for each section, and what to do."""
     console = Console(width=None if sys.stdout.isatty() else 140)
     for section in dict.fromkeys(f.section for f in findings):
@@ -144,7 +144,7 @@ def show(findings: list[Finding], problems: int) -> None:
     )
 
 
-def _title(finding: Finding) -> str:
+def _title(finding: Examination) -> str:
     """Which row of the tables it is."""
     keys = [key for key in ("dtype", "kind", "axis", "bytes") if key in finding.figures]
     which = [in_words(key, finding.figures[key]) for key in keys]

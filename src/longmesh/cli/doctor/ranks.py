@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from longmesh.attention import ContextParallel, masks
-from longmesh.cli.doctor.finding import Finding, worst_difference
+from longmesh.cli.doctor.finding import Examination, worst_difference
 
 _TOKENS, _HEADS, _DIM = 509, 4, 64
 
 
-def examine_exchanges(mesh: DeviceMesh, device: torch.device, exchanges: Sequence[str]) -> list[Finding]:
+def examine_exchanges(mesh: DeviceMesh, device: torch.device, exchanges: Sequence[str]) -> list[Examination]:
     """Causal attention by each exchange, output and gradients."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     draw = torch.Generator().manual_seed(0)
@@ -40,6 +40,6 @@ def examine_exchanges(mesh: DeviceMesh, device: torch.device, exchanges: Sequenc
             "kernel": kernel,
         }
         found.append(
-            Finding("exchanges", exchange, figures, None if worst <= limit else f"differs by {worst:.3g}")
+            Examination("exchanges", exchange, figures, None if worst <= limit else f"differs by {worst:.3g}")
         )
     return found

@@ -42,7 +42,7 @@ _KINDS = frozenset(
 _DUMPED = re.compile(r'^\s*File "(.*)", line (\d+) in (.*)$')
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """One line of a stack."""
 
     file: str
@@ -73,23 +73,23 @@ def read_frames(frame: FrameType | None) -> list[FrameType]:
     return frames
 
 
-def places_of(frames: Sequence[FrameType]) -> list[Place]:
-    return [Place(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames]
+def places_of(frames: Sequence[FrameType]) -> list[CodePlace]:
+    return [CodePlace(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames]
 
 
-def parse_dump(text: str) -> list[list[Place]]:
+def parse_dump(text: str) -> list[list[CodePlace]]:
     """The stacks that faulthandler wrote, one per thread, innermost places first."""
-    stacks: list[list[Place]] = []
+    stacks: list[list[CodePlace]] = []
     for line in text.splitlines():
         found = _DUMPED.match(line)
         if found:
-            stacks[-1].append(Place(found[1], int(found[2]), found[3]))
+            stacks[-1].append(CodePlace(found[1], int(found[2]), found[3]))
         elif "(most recent call first)" in line:
             stacks.append([])
     return stacks
 
 
-def find_wait(places: Sequence[Place], *, sleeps: bool = False) -> Wait | None:
+def find_wait(places: Sequence[CodePlace], *, sleeps: bool = False) -> Wait | None:
     """The collective that a stack waits in, if it does; `sleeps` where the thread has used no processor for a while."""
     near = places[:_INNERMOST]
     waits = [p for p in near if any(room in p.file for room in _WAITING)]
@@ -105,12 +105,12 @@ def find_wait(places: Sequence[Place], *, sleeps: bool = False) -> Wait | None:
     return Wait(kind, find_site(places))
 
 
-def find_site(places: Sequence[Place]) -> str:
+def find_site(places: Sequence[CodePlace]) -> str:
     """The nearest place that is neither torch's nor ours; the trainer and the bridges are callers."""
     return str(next(filter(_is_site, places), places[-1] if places else "<unknown>"))
 
 
-def _is_site(place: Place) -> bool:
+def _is_site(place: CodePlace) -> bool:
     return any(room in place.file for room in _CALLERS) or not any(room in place.file for room in _LIBRARY)
 
 
@@ -154,7 +154,7 @@ def _first_of(held: dict[str, Any], owner: Any, *names: str) -> Any:
     return None
 
 
-def format_places(places: Sequence[Place]) -> list[str]:
+def format_places(places: Sequence[CodePlace]) -> list[str]:
     """A stack in lines, innermost first, down to the script."""
     ends = [i for i, p in enumerate(places) if p.file.startswith("<frozen runpy")]
     return [f'File "{p.file}", line {p.line}, in {p.function}' for p in places[: ends[0] if ends else None]]

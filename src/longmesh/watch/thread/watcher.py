@@ -35,7 +35,7 @@ TELLING, ENDING = "telling", "ending"
 
 
 @dataclass
-class Limits:
+class WatchLimits:
     """Seconds of waiting after which a rank reports, and ends the run; None: never. A section has a name and an end."""
 
     report_after: float
@@ -65,7 +65,7 @@ class Watcher(threading.Thread):
         end: Callable[[Finding], None],
     ) -> None:
         super().__init__(name=THREAD_NAME, daemon=True)
-        self.limits = Limits(report_after, end_after)
+        self.limits = WatchLimits(report_after, end_after)
         self.last: Callable[[], str] | None = None  # the last collective, where someone notes it
         self._board, self._rank, self._num_ranks = board, rank, num_ranks
         self._tell, self._end = tell, end
@@ -89,7 +89,7 @@ class Watcher(threading.Thread):
     ) -> Iterator[None]:
         """Inside, other limits hold."""
         before = self.limits
-        self.limits = Limits(report_after, end_after, section, time.monotonic())
+        self.limits = WatchLimits(report_after, end_after, section, time.monotonic())
         try:
             yield
         finally:
