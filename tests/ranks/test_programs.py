@@ -27,7 +27,7 @@ def test_programs_do_on_ranks_what_they_do_on_plain_tensors(pool, part):
 # Found by longer runs.
 WRONG_ONCE = {
     "a shape changed in place, compiled": (
-        "t0 = leaf(normal(642, (3, 4)), 'S0')",
+        "t0 = put(normal(642, (3, 4)), 'S0')",
         "t1 = t0 - t0",
         "t2 = through_full(t1, 'S1') * t1",
         "t2.unsqueeze_(0)",

@@ -407,30 +407,35 @@ def test_writes_to_expanded_tensors_end_alike_on_every_rank(pool, shape, mesh_sh
 
 
 def reshaped_base():
-    """A base that gets another shape in place: autograd replays views on what the base is then."""
+    """A base that would get another shape in place: autograd replays views on what the base is then. One rank alone has
+    a view of it, as a log would."""
     mesh = cpu_mesh(2)
-    errors = []
+    errors, views = [], []
     for reshape in (lambda t: t.t_(), lambda t: t.unsqueeze_(0)):
         x = distribute_tensor(torch.ones(3, 3), mesh, [Shard(1)]).requires_grad_()
         base = x * 2
-        row = base[0]
+        if mesh.get_local_rank() == 0:
+            views.append(base[0])
         with pytest.raises(LongmeshError) as raised:
             reshape(base)
         errors.append(str(raised.value))
-        del row
-        reshape(base)  # without a view that is alive it is right
-        (base[0] * distribute_tensor(torch.arange(3.0), mesh)).sum().backward()
+        view = base[:2]
+        reshape(view)  # the view itself may get another shape
+        (view[0] * distribute_tensor(torch.arange(3.0)[: view.shape[-1]], mesh)).sum().backward()
         expected = torch.ones(3, 3).requires_grad_()
-        (reshape(expected * 2)[0] * torch.arange(3.0)).sum().backward()
+        plain = (expected * 2)[:2]
+        reshape(plain)
+        (plain[0] * torch.arange(3.0)[: plain.shape[-1]]).sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), expected.grad)
+    with torch.no_grad():
+        assert reshape(x * 2).shape == (1, 3, 3)
     return errors
 
 
-def test_a_base_with_views_that_needs_a_gradient_keeps_its_shape(pool):
+def test_a_base_that_needs_a_gradient_keeps_its_shape(pool):
     for first, second in pool.run(reshaped_base, ranks=2):
         assert first == (
-            "aten.t_.default of a DTensor of shape (3, 3) that needs a gradient and has views (or was saved for a "
-            "backward): autograd would take them as views of the new shape; use the op that returns a new tensor, or "
-            "make the views afterwards"
+            "aten.t_.default of a DTensor of shape (3, 3) that needs a gradient: autograd would take its views, and "
+            "what it saved of it for a backward, as those of the new shape; use the op that returns a new tensor"
         )
         assert second.startswith("aten.unsqueeze_.default of a DTensor of shape (3, 3) ")

@@ -186,11 +186,6 @@ def base_of(view: torch.Tensor) -> torch.Tensor | None:
     return view._base
 
 
-def reference_count(tensor: torch.Tensor) -> int:
-    """How many hold the tensor inside torch: ops that are running, views of it, nodes of autograd that saved it."""
-    return tensor._use_count()  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def takes_no_memory(tensor: torch.Tensor) -> bool:
     """Whether these are the zeros that autograd makes for a gradient that is not there."""
     return tensor._is_zerotensor()

@@ -5,21 +5,12 @@ What is learned when a plan first runs (the dtype of its results) is kept here, 
 
 from __future__ import annotations
 
-import gc
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from longmesh._torch import (
-    OpOverload,
-    base_of,
-    is_tracing,
-    make_around,
-    make_quickly,
-    no_dispatch,
-    reference_count,
-)
+from longmesh._torch import OpOverload, base_of, is_tracing, make_around, make_quickly, no_dispatch
 from longmesh.comm import MeshComm
 from longmesh.errors import LongmeshError
 from longmesh.rules.lookup import Masked
@@ -158,28 +149,15 @@ def replace_target(
 ) -> DTensor:
     """An in-place view: the tensor it is called on gets the view's sizes and local tensor."""
     target = args[0]
-    if target.requires_grad and _has_views(target):
+    if target.requires_grad and base_of(target) is None and not is_tracing():
         raise LongmeshError(
-            f"{func} of a DTensor of shape {tuple(target.shape)} that needs a gradient and has views (or was saved for "
-            "a backward): autograd would take them as views of the new shape; use the op that returns a new tensor, or "
-            "make the views afterwards"
+            f"{func} of a DTensor of shape {tuple(target.shape)} that needs a gradient: autograd would take its views, "
+            "and what it saved of it for a backward, as those of the new shape; use the op that returns a new tensor"
         )
     with no_dispatch():
         func(*args, **kwargs)  # the wrapper's own sizes and strides
     target._take(result)
     return target
-
-
-# References to a tensor whose in-place op is running, at the most; a view of it adds two.
-_HELD_BY_OPS = 4
-
-
-def _has_views(tensor: DTensor) -> bool:
-    """Whether a view of the tensor is alive, or a node of autograd has saved it. The same on every rank."""
-    if base_of(tensor) is not None or is_tracing() or reference_count(tensor) <= _HELD_BY_OPS:
-        return False
-    gc.collect()  # what is dead may still be there on some ranks
-    return reference_count(tensor) > _HELD_BY_OPS
 
 
 def fill_result(value: Any, frame: Frame, plan: BoundPlan) -> Any:
