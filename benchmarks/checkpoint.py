@@ -3,14 +3,14 @@
     python benchmarks/checkpoint.py [--mib 400] [--saves 6] [--seq-len 16384]
 
 Two ranks hold half of the state each. `Directory.save` copies the state into host memory, and a thread writes it;
-`save` returns when everything is on disk. The two run alternately. The first save of each is listed separately, because
-it allocates the memory and makes the plan. Of the later saves the shortest counts, because other processes share the
-cores and the disk. A step is a few matrix products and one all-reduce; steps during a save are compared with steps
-before it.
+`save` returns when everything is on disk. The two run alternately. The first save of each is listed separately,
+because it allocates the memory and makes the plan. Of the later saves the shortest counts, because other processes
+share the cores and the disk. A step is a few matrix products and one all-reduce; steps during a save are compared
+with steps before it.
 
-The safety checks (guards) of a train step are the norms of the gradients, a flag for bad numbers, which is read one
-step later, and polling the checkpoints. Each is timed in a loop on the trainer's model, and compared with whole steps.
-So is the comparison of replicas (--check-replicas).
+A train step has three safety checks (guards): it computes the norms of the gradients, sets a flag for bad numbers and
+reads it one step later, and polls the checkpoints. Each is timed in a loop on the trainer's model, and compared with
+whole steps. So is the comparison of replicas (--check-replicas).
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ RECURRENT = frozenset(
     ]
 )
 
-HEAD = """# Which transformers models run over a cut sequence
+HEAD = """# Which transformers models run over a split sequence
 
 <!-- Made by benchmarks/model_sweep.py; edits are lost. -->
 

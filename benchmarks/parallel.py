@@ -2,10 +2,10 @@
 
     python benchmarks/parallel.py [--ranks 2] [--layers 4] [--repeat 5] [--rows 2048]
 
-Both libraries run a stack of transformer blocks with tensor and sequence parallelism, forward and backward, in one run.
-Host time is measured twice: on a process group that sends nothing (`fake`), which leaves the time of Python and C++
-around the local ops, and on real ranks over gloo. Tensors are tiny, so that arithmetic takes little time. Collectives
-and bytes are counted where the libraries call torch.distributed, with the same formula for both.
+Both libraries run a stack of transformer blocks with tensor and sequence parallelism, forward and backward, in one
+run. Host time is measured twice: on real ranks over gloo, and on a process group that sends nothing (`fake`). The
+second shows the time of Python and C++ around the local ops. Tensors are tiny, so that arithmetic takes little time.
+Collectives and bytes are counted where the libraries call torch.distributed, with the same formula for both.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ other processes disturb neither. `error` is |predicted / measured - 1|. The tabl
 milliseconds.
 
 Two exchanges are ranked rightly if their predicted times have the same order as their measured times. Pairs whose
-measured times differ by at most TIE are counted separately, and only if the even and the odd rounds order them alike.
+measured times differ by at most TIE are counted separately. They count only if the even rounds and the odd rounds
+agree on which of the two is faster.
 
 One number of ranks takes less than two minutes. With `--results`, an interrupted run continues where it stopped.
 """

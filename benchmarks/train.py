@@ -6,12 +6,14 @@ The one process uses torch's own attention, document by document, and nothing of
 alternately, and the ratio is the median over steps, because sequences differ and other processes share the cores.
 Planning is included.
 
-The share outside the model's kernels is the part of a rank's step that is not spent in aten ops of forward and backward
-on its main thread: planning, Python, waiting and the optimizer. It is the median over steps. If other processes share
-the cores, a rank also waits for ranks that they slow down; the CPU time of the ranks shows how even the work is.
+The share outside the model's kernels is the part of a rank's step that is not spent in aten ops of forward and
+backward on its main thread: planning, Python, waiting and the optimizer. It is the median over steps. Other processes
+may slow down one rank, and then the other rank waits. So the CPU time of the ranks, which does not include waiting,
+shows how even the work is.
 
-The guards keep a run safe: asking whether to stop, comparing the ranks' times, and the watchdog. Their share of a step
-is measured in CPU time over many calls; the watchdog's is what it adds to an idle rank.
+The guards keep a run safe: asking whether to stop, comparing the ranks' times, and the watchdog. Their share of a
+step is measured in CPU time over many calls. For the watchdog, it is the CPU time that it adds to a rank that does
+nothing else.
 """
 
 from __future__ import annotations
