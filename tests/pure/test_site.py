@@ -44,6 +44,17 @@ def test_what_the_reference_names_exists():
             assert hasattr(importlib.import_module(module), name), f"{page.name}: {module}.{name}"
 
 
+def test_the_tables_of_the_reference_list_its_names():
+    for page in (DOCS / "reference").glob("*.md"):
+        text = page.read_text()
+        documented = re.findall(r"^::: longmesh[\w.]*\.(\w+)$", text, re.MULTILINE)
+        if documented:
+            table = text.partition("::: ")[0]
+            cells = re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
+            listed = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+            assert sorted(listed) == sorted(documented), page.name
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     listed = set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
