@@ -1,7 +1,8 @@
 """A sequence cut over ranks keeps an engine for each mask it met, and not without bound."""
 
 from longmesh.attention import masks
-from longmesh.attention.scope.cut_sequence import MOST_ENGINES, CutSequence
+from longmesh.attention.scope.cut_sequence import CutSequence
+from longmesh.attention.scope.sequence_engines import MOST_ENGINES
 
 
 def test_engines_are_kept_while_they_are_used_and_their_number_is_bounded():
