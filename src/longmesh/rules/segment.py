@@ -93,7 +93,7 @@ def segment_reduce(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: d
         return p.by_lines(func, args, kwargs)
     data, limits = p.reduced(data), p.replicated(limits)
     is_offsets = given["lengths"] is None
-    size = None if given["unsafe"] or is_offsets else data.shape[axis]
+    size = None if given["unsafe"] or is_offsets else int(data.shape[axis])
     part = p.local(_reduce, data, limits, is_offsets, kind, axis, data.interval(axis), size)
     count = limits.shape[0] - is_offsets
     layout = _pending(data, axes, PENDING[kind])
@@ -120,7 +120,7 @@ def _reduce(
     starts = limits[:-1] if is_offsets else ends - limits
     if size is not None and can_read(limits) and (int(limits.sum()) != size or bool((limits < 0).any())):
         raise RuntimeError(
-            f"segment_reduce(): lengths {limits.tolist()} must not be negative and add up to {size}"
+            f"segment_reduce(): lengths {[int(n) for n in limits]} must not be negative and add up to {size}"
         )
     first, last = own[0], own[0] + own[1]
     mine = ends.clamp(first, last) - starts.clamp(first, last)
