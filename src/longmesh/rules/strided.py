@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 
+from longmesh._torch import OpOverload
 from longmesh.errors import LongmeshError
-from longmesh.rules.rule import AxisRule, Fixed, LocalView, OpCall, Rule, no_lines
+from longmesh.rules.halo import borders_of, fetch
+from longmesh.rules.planned import Planned
+from longmesh.rules.rule import AxisRule, Fixed, LocalView, OpCall, Rule, arguments_of, contiguous, no_lines
 from longmesh.rules.view import LINEAR, along_others, kept, local_sizes, other_dims
+from longmesh.rules.window import Slide
+from longmesh.rules.writer import Writer
 
 
 def diagonal_lines(call: OpCall) -> list[AxisRule]:
@@ -82,6 +87,38 @@ def _strided(
     return local.as_strided(size, stride, storage_offset)
 
 
+def frames(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """as_strided as stft calls it, frames of a signal whose samples are sharded: the rows of a frame beyond the border
+    are fetched, and the frames are sharded."""
+    given = arguments_of(func, args, kwargs)
+    x: Planned = given["self"]
+    size, stride, dim = tuple(given["size"]), tuple(given["stride"]), x.ndim - 1
+    shape, before = tuple(x.shape), contiguous(x.shape).stride
+    is_framed = (
+        len(size) == x.ndim + 1
+        and x.ndim > 0
+        and (size[:dim], stride[:dim], stride[-1]) == (shape[:dim], before[:dim], 1)
+        and tuple(x.stride()) == before
+        and not given["storage_offset"]
+    )
+    if not is_framed or not x.global_layout.shard_axes(dim) or not (x.numel() and math.prod(size)):
+        return p.by_lines(func, args, kwargs)
+    count, length = size[dim:]
+    hop = stride[dim]
+    if hop < 1 or (count - 1) * hop + length > shape[dim]:
+        return p.by_lines(func, args, kwargs)
+    x = p.linear_or_reduced(x)
+    layout, slide = x.global_layout, Slide(shape[dim], length, hop, 0, 1)
+    borders = borders_of({dim: slide}, layout, layout, size[:-1], p.coordinate)
+    rows = fetch(p, x, x.local_shape, x.dtype, borders)
+    own = tuple(map(int, layout.local_shape(size, p.coordinate)))
+    return p.wrap(p.local(_framed, rows, length, hop, own), x, shape=size)
+
+
+def _framed(rows: torch.Tensor, length: int, hop: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return rows.unfold(-1, length, hop).contiguous() if math.prod(shape) else rows.new_zeros(shape)
+
+
 def _conj_locally(call: OpCall, view: LocalView) -> Callable[..., Any]:
     """Conjugated in memory: a lazy conjugate bit would be lost on the wire."""
     return torch.conj_physical
@@ -99,7 +136,7 @@ RULES: dict[str, Rule] = {
     "diagonal_copy.default": Rule(diagonal_lines),
     "diagonal_backward.default": Rule(inverse_lines(diagonal_pairs), local_args=local_sizes),
     "diag_embed.default": Rule(inverse_lines(diagonal_pairs)),
-    "as_strided.default": Rule(no_lines, local_op=_as_strided_locally),
+    "as_strided.default": Rule(no_lines, local_op=_as_strided_locally, program=frames),
     "as_strided_scatter.default": Rule(no_lines),
     "view_as_real.default": Rule(same_dims),
     "view_as_complex.default": Rule(from_pairs),
