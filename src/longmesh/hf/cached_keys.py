@@ -19,26 +19,14 @@ import torch
 from torch import Tensor
 
 from longmesh._torch import no_subclass_functions
+from longmesh.attention.scope.cut_mask import StandIn
 from longmesh.cache.local import GivenKeys, joined
 from longmesh.cache.plan import Keys
 from longmesh.errors import LongmeshError
 from longmesh.hf.cached_batch import CachedBatch
 from longmesh.hf.state import OutsideState
 
-_READS = frozenset(
-    (
-        "__get__",
-        "size",
-        "dim",
-        "stride",
-        "numel",
-        "is_floating_point",
-        "is_contiguous",
-        "__len__",
-        "__repr__",
-        "ndimension",
-    )
-)
+_READS = StandIn.READS | {"ndimension"}
 # What gives each token of the result from the same token of the keys.
 _TOKEN_BY_TOKEN = frozenset(
     (

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from longmesh._torch import no_subclass_functions
 from longmesh.attention import masks
-from longmesh.attention.scope.cut_mask import CutMask
+from longmesh.attention.scope.cut_mask import CutMask, StandIn
+from longmesh.errors import LongmeshError
 from longmesh.hf.state import current
 from longmesh.hf.written_masks import band_of_buffer, hides_keys, hides_triangle, is_low, not_known
 
@@ -46,31 +46,22 @@ class Attention:
         return mask if self.mask is None else self.mask & mask
 
 
-class CutBias(torch.Tensor):
+class CutBias(StandIn):
     """Stands for this rank's part of a bias of the keys, (..., 1, tokens). `whole` is for all keys."""
 
+    KEEPS = frozenset(("to", "contiguous"))
+    DIMS = 1
     whole: Tensor
 
     @staticmethod
     def of(whole: Tensor, shape: tuple[int, ...]) -> CutBias:
-        found = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(shape).as_subclass(CutBias)
+        found = CutBias.shaped(shape, whole.device, whole.dtype)
         found.whole = whole
         return found
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if any(kind is not cls and issubclass(kind, Tensor) for kind in types):
-            return NotImplemented  # scores know what a bias is
-        with no_subclass_functions():
-            found = func(*args, **(kwargs or {}))
-        if name in ("__get__", "size", "dim", "numel"):
-            return found
-        if name in ("__getitem__", "to", "contiguous") and found.shape[-1] == args[0].shape[-1]:
-            return CutBias.of(args[0].whole, tuple(found.shape))
-        raise not_known(name)
+    def refusal(cls, name: str) -> LongmeshError:
+        return not_known(name)
 
 
 @dataclass(frozen=True, eq=False)

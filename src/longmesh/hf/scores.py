@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longmesh.attention.scope.cut_mask import StandIn
 from longmesh.hf.score_ops import OPS, Attention, Call, CutBias
 from longmesh.hf.state import NestedState, OutsideState, PlainState, current, set_state
 from longmesh.hf.written_masks import not_known
@@ -66,15 +67,14 @@ def recognise_scores(module: nn.Module) -> Callable[[], None]:
     return undo
 
 
-class Scores(torch.Tensor):
+class Scores(StandIn):
     """Stands for (..., tokens, tokens) scores or probabilities of this rank's tokens. Holds no numbers."""
 
     attention: Attention
 
     @staticmethod
     def of(attention: Attention, shape: tuple[int, ...]) -> Scores:
-        one = torch.zeros((), dtype=attention.q.dtype, device=attention.q.device).expand(shape)
-        found = one.as_subclass(Scores)
+        found = Scores.shaped(shape, attention.q.device, attention.q.dtype)
         found.attention = attention
         return found
 

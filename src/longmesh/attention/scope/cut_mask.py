@@ -19,45 +19,74 @@ from longmesh._torch import no_subclass_functions
 from longmesh.attention.mask.base import Mask
 from longmesh.errors import LongmeshError
 
-# What leaves a mask as it is, and what is read from any tensor without looking at its elements.
-_KEEPS = frozenset(
-    ("to", "expand", "contiguous", "detach", "clone", "bool", "cuda", "cpu", "type", "unflatten")
-)
-_READS = frozenset(
-    ("__get__", "size", "dim", "stride", "numel", "is_floating_point", "is_contiguous", "__len__", "__repr__")
-)
+S = TypeVar("S", bound="StandIn")
 
 
-M = TypeVar("M", bound="MaskStandIn")
+class StandIn(torch.Tensor):
+    """Stands for a tensor that does not exist: its shape, one element of memory, and attributes that say what it means.
 
-
-class MaskStandIn(torch.Tensor):
-    """Has a mask's shape, one element of memory, and attributes that say what it means.
-
-    It may be sliced to its own size, moved and expanded. Anything else is an error, which ends with `REMEDY`.
+    It may be read without looking at elements (`READS`), handed on by a function of `KEEPS`, or sliced so that its last
+    `DIMS` dims stay. Anything else is an error: `refusal`.
     """
 
-    REMEDY: ClassVar[str]
+    READS: ClassVar[frozenset[str]] = frozenset(
+        (
+            "__get__",
+            "size",
+            "dim",
+            "stride",
+            "numel",
+            "is_floating_point",
+            "is_contiguous",
+            "__len__",
+            "__repr__",
+        )
+    )
+    KEEPS: ClassVar[frozenset[str]] = frozenset(
+        ("to", "expand", "contiguous", "detach", "clone", "bool", "cuda", "cpu", "type", "unflatten")
+    )
+    DIMS: ClassVar[int] = 2
 
     @classmethod
-    def shaped(cls: type[M], shape: tuple[int, ...], device: torch.device | str) -> M:
-        return torch.ones((), dtype=torch.bool, device=device).expand(shape).as_subclass(cls)
+    def shaped(
+        cls: type[S], shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype = torch.bool
+    ) -> S:
+        return torch.ones((), dtype=dtype, device=device).expand(shape).as_subclass(cls)
+
+    @classmethod
+    def refusal(cls, name: str) -> LongmeshError:
+        """The error for a function that would need elements."""
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(kind is not cls and issubclass(kind, StandIn) for kind in types):
+            return NotImplemented  # the other one may know what this one means
         name = getattr(func, "__name__", str(func))
         with no_subclass_functions():
             found = func(*args, **(kwargs or {}))
-        if name in _READS:
+        if name in cls.READS:
             return found
-        mask = args[0] if args else None
-        if isinstance(mask, MaskStandIn) and isinstance(found, torch.Tensor) and _keeps(name, mask, found):
-            kept = found.as_subclass(type(mask))
-            vars(kept).update(vars(mask))
-            return kept
-        raise LongmeshError(f"the model computes with its attention mask ({name}); {cls.REMEDY}")
+        this = args[0] if args else None
+        if isinstance(this, StandIn) and isinstance(found, torch.Tensor):
+            is_sliced = name == "__getitem__" and found.shape[-cls.DIMS :] == this.shape[-cls.DIMS :]
+            if name in cls.KEEPS or is_sliced:
+                kept = found.as_subclass(type(this))
+                vars(kept).update(vars(this))
+                return kept
+        raise cls.refusal(name)
+
+
+class MaskStandIn(StandIn):
+    """Stands for a mask. Errors end with `REMEDY`."""
+
+    REMEDY: ClassVar[str]
+
+    @classmethod
+    def refusal(cls, name: str) -> LongmeshError:
+        return LongmeshError(f"the model computes with its attention mask ({name}); {cls.REMEDY}")
 
 
 class CutMask(MaskStandIn):
@@ -71,7 +100,3 @@ class CutMask(MaskStandIn):
         found = CutMask.shaped((rows, 1, tokens, tokens), device)
         found.mask = mask
         return found
-
-
-def _keeps(name: str, mask: torch.Tensor, found: torch.Tensor) -> bool:
-    return name in _KEEPS or (name == "__getitem__" and found.shape[-2:] == mask.shape[-2:])
