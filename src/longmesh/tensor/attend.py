@@ -8,7 +8,7 @@ import torch
 
 from longmesh.attention import masks, plan_attention
 from longmesh.attention.execute.driver import Task
-from longmesh.attention.execute.function import Call, backward_rows, forward_rows
+from longmesh.attention.execute.function import AttentionCall, backward_rows, forward_rows
 from longmesh.attention.execute.route import Route
 from longmesh.attention.kernel.base import AttentionGradients, Score
 from longmesh.attention.kernel.choose import choose, need_of
@@ -75,10 +75,12 @@ def _rows_sent(moves: Any, rank: int) -> int:
     return sum(sum(m.send_counts) - m.send_counts[rank] for m in moves if m is not None)
 
 
-def _call(options: AttendOptions, route: Route, group: AxisGroup, q: torch.Tensor, v: torch.Tensor) -> Call:
+def _call(
+    options: AttendOptions, route: Route, group: AxisGroup, q: torch.Tensor, v: torch.Tensor
+) -> AttentionCall:
     score = Score(options.scale)
     kernel = choose(need_of(q, v, score, (), True), None).kernel
-    return Call((Task(route, kernel, score, group, None),))
+    return AttentionCall((Task(route, kernel, score, group, None),))
 
 
 def _route(

@@ -29,8 +29,7 @@ from longmesh.attention.engine.check import CallSignature, Gathered, check_call,
 from longmesh.attention.engine.cut_tokens import CutQueries, CutTokens
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.execute.driver import Task
-from longmesh.attention.execute.function import AttentionFunction, Call
-from longmesh.attention.execute.lse import AttendWithLse
+from longmesh.attention.execute.function import AttendWithLse, AttentionCall, AttentionFunction
 from longmesh.attention.execute.op import attend, cast_for_autocast, register_caller
 from longmesh.attention.execute.route import Route
 from longmesh.attention.execute.watch import current_watcher
@@ -282,7 +281,7 @@ class ContextParallel:
 
     def enter(
         self, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, score: Score, lse: bool = False
-    ) -> Call:
+    ) -> AttentionCall:
         """The call, checked and planned. Collective: every rank continues, or every rank raises."""
         self._together("attention", self._check, q, k, v, sinks, score, lse)
         if self.plan.exchange.hops and self._comm is not None and self._comm.mesh.ndim > 1:
@@ -335,7 +334,7 @@ class ContextParallel:
     def _every_axis(self) -> tuple[int, ...]:
         return () if self.mesh is None else tuple(range(self.mesh.ndim))
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor | None, score: Score) -> Call:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor | None, score: Score) -> AttentionCall:
         """The call, planned. Only the first one for given heads may communicate, to make groups."""
         # Under torch.compile sizes may be symbols: a plan is for given heads, so theirs are fixed here.
         dims = int(q.shape[3]), int(self._value_dim(v))
@@ -348,7 +347,7 @@ class ContextParallel:
         how = self._choice.kernel, score, heads.outer, heads.inner
         value_dim = dims[1] if v is None else None
         tasks = tuple(Task(route, *how, value_dim=value_dim) for route in heads.routes)
-        return Call(tasks, heads.plan, current_watcher())
+        return AttentionCall(tasks, heads.plan, current_watcher())
 
     def _value_dim(self, v: Tensor | None) -> int:
         return self.plan.heads.v_head_dim if v is None else v.shape[3]

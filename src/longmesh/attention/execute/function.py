@@ -5,6 +5,14 @@ Shapes: B batch, H query heads, G key heads, T tokens of this rank, S of its gro
 What is saved for backward is what one rank holds anyway: queries, keys and values (head shards, where heads
 are split), the result and its log-sum-exp. Keys of other ranks are fetched again.
 
+The log-sum-exp of each query's scores may be asked for, too: d lse_i / d s_ij = p_ij, which is what the output's
+gradient is where every value is 1 and the output counts as 0:
+
+    ds = p * (dout @ v - sum(dout * out))        with  v = 1,  out = 0,  dout = dlse
+
+So its gradient is a backward of its own over the same plan, with values of one feature; it runs only where something
+depends on it.
+
 Gradients of tensors that every rank holds whole (bias, sinks, what score_mod captured) are this rank's
 share: their sum over the ranks is the gradient, as for the weights of the model.
 """
@@ -24,7 +32,7 @@ from longmesh._torch import no_torch_functions
 from longmesh._torch.first_derivative import first_derivative_only
 from longmesh.attention.exchange.ulysses import HeadGroup
 from longmesh.attention.execute.driver import Task, run_backward, run_forward
-from longmesh.attention.execute.heads import KV, Q, by_head_groups
+from longmesh.attention.execute.heads import KV, Q, by_head_groups, to_tokens
 from longmesh.attention.execute.watch import AttentionWatcher
 from longmesh.attention.kernel.base import AttentionGradients, finish, zero_like
 from longmesh.attention.kernel.merge import apply_sinks, sinks_gradient
@@ -33,7 +41,7 @@ from longmesh.comm import AxisGroup, collectives
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class AttentionCall:
     """One attention call: a task for the whole batch, or one for each batch row.
 
     `plan`: what the tasks were made from, for whoever watches.
@@ -73,7 +81,7 @@ def kept_of(saved: Sequence[Tensor | None]) -> list[Kept]:
     return [Kept(*saved[i : i + size]) for i in range(0, len(saved), size)]  # type: ignore[arg-type]
 
 
-def mark(call: Call, like: Tensor) -> Tensor:
+def mark(call: AttentionCall, like: Tensor) -> Tensor:
     """Nothing, shaped as the cut is: a checkpoint compares what its recomputation saves, and must not take attention
     over this rank's tokens alone, after a scope, for that over the whole sequence."""
     owned = call.tasks[0].route.row.ownership
@@ -90,7 +98,7 @@ class AttentionFunction(torch.autograd.Function):
     """`AttentionFunction.apply(call, q, k, v, bias, sinks, *captured)`. Collective over the mesh, both ways."""
 
     @staticmethod
-    def forward(ctx, call: Call, q, k, v, bias, sinks, *captured):
+    def forward(ctx, call: AttentionCall, q, k, v, bias, sinks, *captured):
         ctx.call, ctx.num_captured, ctx.kv_heads = call, len(captured), k.shape[1]
         out, saved = forward_rows(call, q, k, v, sinks)
         ctx.save_for_backward(mark(call, q), bias, sinks, *captured, *saved)
@@ -121,7 +129,7 @@ def _as_written(tensor: Tensor) -> Iterator[None]:
 
 
 def forward_rows(
-    call: Call, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The output of this rank's tokens, and what is `Kept` of each batch row and group of heads."""
     outs, saved = [], []
@@ -134,7 +142,7 @@ def forward_rows(
 
 
 def backward_rows(
-    call: Call, dout: Tensor, saved: Sequence[Tensor | None], sinks: Tensor | None, dsinks: Tensor | None,
+    call: AttentionCall, dout: Tensor, saved: Sequence[Tensor | None], sinks: Tensor | None, dsinks: Tensor | None,
     totals: AttentionGradients, kv_heads: int,
 ) -> Sequence[Tensor]:  # fmt: skip
     """dq, dk and dv (unless it is in dk) in the accumulating dtype; `dsinks` and what is in `totals` grow."""
@@ -232,3 +240,61 @@ class GatherTokens(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[override]
         (mine,) = ctx.saved_tensors
         return grad.index_select(0, mine), None, None, None, None
+
+
+class AttendWithLse(torch.autograd.Function):
+    """`AttendWithLse.apply(call, q, k, v, *captured)`: output and log-sum-exp. Collective over the mesh, both ways."""
+
+    @staticmethod
+    def forward(ctx, call: AttentionCall, q, k, v, *captured):
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.num_captured = call, len(captured)
+        out, saved = forward_rows(call, q, k, v, None)
+        ctx.save_for_backward(mark(call, q), *captured, q, k, v, *saved)
+        return out, _own_lse(call, saved, q.shape[1])
+
+    @staticmethod
+    @first_derivative_only(NO_SECOND)
+    def backward(ctx, dout, dlse):  # type: ignore[override]
+        _, *rest = ctx.saved_tensors
+        captured, rest = rest[: ctx.num_captured], rest[ctx.num_captured :]
+        (q, k, v), saved = rest[:3], rest[3:]
+        given = (q, k) if v is None else (q, k, v)
+        dqkv, dcaptured = [zero_like(t) for t in given], [zero_like(t) for t in captured]
+
+        def add_up(call: AttentionCall, grad: Tensor, kept: Sequence[Tensor | None]) -> None:
+            into = AttentionGradients(grad, grad, grad, None, dcaptured)
+            found = backward_rows(call, grad, kept, None, None, into, k.shape[1])
+            totals = dqkv if grad is dout else dqkv[:2]
+            for total, part in zip(totals, found, strict=False):
+                total += part
+
+        if dout is not None:
+            add_up(ctx.call, dout, saved)
+        if dlse is not None:
+            tasks = tuple(replace(task, value_dim=None) for task in ctx.call.tasks)
+            add_up(AttentionCall(tasks), dlse.unsqueeze(-1), _ones_for_values(saved))
+        found = [grad.to(t.dtype) for grad, t in zip(dqkv, given, strict=True)] + [None] * (3 - len(given))
+        return None, *found, *(grad.to(t.dtype) for grad, t in zip(dcaptured, captured, strict=True))
+
+
+def _own_lse(call: AttentionCall, saved: Sequence[Tensor | None], num_heads: int) -> Tensor:
+    """(B, H, S) of this rank's tokens; collective where heads are split."""
+    found, batches = [], call.batches()
+    each = len(saved) // len(batches)
+    for i, (task, _) in enumerate(batches):
+        by_group = [kept.lse for kept in kept_of(saved[each * i : each * (i + 1)])]
+        lse = by_group[0]
+        if task.inner is not None:
+            lse = to_tokens(task, [[t.unsqueeze(-1)] for t in by_group], [Q], [num_heads])[0].squeeze(-1)
+        found.append(lse)
+    return found[0].contiguous() if len(found) == 1 else torch.cat(found)
+
+
+def _ones_for_values(saved: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What was kept, with values of 1 and outputs of 0, of one feature each."""
+    found: list[Tensor | None] = []
+    for kept in kept_of(saved):
+        ones, zeros = torch.ones_like(kept.k[..., :1]), torch.zeros_like(kept.out[..., :1])
+        found += kept._replace(v=ones, out=zeros)
+    return found
