@@ -49,6 +49,25 @@ def has_same_storage_numel(p: Writer, func: OpOverload, args: tuple[Any, ...], k
     return args[0].numel() == args[1].numel()
 
 
+def tangent_like(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The zeros that a forward-mode derivative copies a tangent to, whose strides are not those of its tensor. With
+    gaps between elements there is no such DTensor, and views of it would end in an internal error of torch's."""
+    other, is_batched = args[1], bool(kwargs.get("self_num_batch_dims"))
+    steps = [(t, n) for t, n in zip(other.stride(), other.shape, strict=True) if n > 1]
+    inside = 1
+    for step, size in (
+        reversed(steps) if is_batched else sorted(steps)
+    ):  # of a batch no order but the usual is kept
+        if step != inside:
+            raise LongmeshError(
+                f"a forward-mode derivative (jvp, jacfwd) of a view of shape {tuple(other.shape)} with strides "
+                f"{tuple(other.stride())}, which a tangent can't have; call contiguous() on the tensor first, or use "
+                "jacrev or vjp"
+            )
+        inside *= size
+    return p.by_lines(func, args, kwargs)
+
+
 def refuse_sparse(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise LongmeshError(
         f"{func} of a DTensor: its result has no strides, and a DTensor is strided; convert a whole tensor, "
@@ -60,6 +79,15 @@ def refuse_memory_question(p: Writer, func: OpOverload, args: tuple[Any, ...], k
     raise LongmeshError(
         f"{func} of a DTensor: it compares the memory of two tensors, and a DTensor's is in parts on several ranks; "
         "ask x.to_local().is_set_to(y.to_local()) on each"
+    )
+
+
+def refuse_resize(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = "resize_as_" if "resize_as" in str(func) else "resize_"
+    raise LongmeshError(
+        f"{name} of a DTensor of shape {tuple(args[0].shape)}: it gives a tensor other memory, where old values stay "
+        "by their place, and a DTensor's memory is in parts on several ranks; use reshape() for another shape, or "
+        "longmesh.empty() for a new tensor"
     )
 
 
@@ -79,7 +107,9 @@ RULES: dict[str, Rule] = {
     # Plain tensors need no layout here.
     "is_same_size.default": Rule(program=is_same_size, mixed=True),
     "is_set_to.default": Rule(program=refuse_memory_question, mixed=True),
+    **_named("resize_ resize resize_as_ resize_as", refuse_resize),
     **_named("_has_same_storage_numel", has_same_storage_numel),
+    **_named("_new_zeros_with_same_feature_meta", tangent_like),
     **_named("equal", equal),
     **_named("allclose", allclose),
     **_named(
