@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longmesh import Partial, Replicate, Shard, distribute_tensor
+from longmesh import DTensor, Partial, Replicate, Shard, distribute_tensor
 from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError
 from longmesh.spec import Layout
@@ -262,3 +262,19 @@ def writes_directly(shape, placements):
 def test_writes_run_their_plan_at_once_only_where_nobody_looks(pool, shape, ranks):
     for found in pool.run(writes_directly, shape, [Shard(1)], ranks=ranks):
         assert found == (True, True, True)
+
+
+def pending_times_infinity():
+    """Each rank multiplies its term: documented in docs/how-to/move-from-torch.md."""
+    mesh = cpu_mesh(2)
+    term = torch.tensor([2.0, 1.0]) if mesh.get_local_rank() == 0 else torch.tensor([-1.0, 1.0])
+    pending = DTensor.from_local(term, mesh, [Partial()])
+    infinities = distribute_tensor(torch.full((2,), float("inf")), mesh, [Replicate()])
+    product = (pending * infinities).full_tensor()
+    reduced = pending.redistribute(placements=[Replicate()]) * infinities
+    return product.isnan().tolist(), reduced.full_tensor().tolist()
+
+
+def test_a_pending_sum_times_infinity(pool):
+    infinity = float("inf")
+    assert pool.run(pending_times_infinity, ranks=2) == [([True, False], [infinity, infinity])] * 2
