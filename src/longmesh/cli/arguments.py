@@ -29,6 +29,7 @@ class OneLineParser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """As argparse does, but that it takes `--name=--` for an empty list, and leaves the command's own unknown
         options to the parser of all commands, which has another help."""
+        self._given = list(sys.argv[1:] if args is None else args)
         found, rest = super().parse_known_args(args, namespace)
         for name, value in vars(found).items():
             if value == [] and name != SCRIPT_ARGS:
@@ -53,6 +54,13 @@ class OneLineParser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
+        for word in self._given if message.startswith("the following arguments are required") else ():
+            name = word.partition("=")[0]  # of what is missing, one may have been misspelt
+            known = self._option_string_actions
+            close = difflib.get_close_matches(name, known, n=1) if name not in known else []
+            if name.startswith("--") and close and close[0] in message:
+                message = self._describe_unknown([word])
+                break
         self.exit(refuse(self.prog, f"{message}; `{self.prog} --help` lists what it takes"))
 
 

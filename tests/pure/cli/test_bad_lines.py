@@ -150,6 +150,14 @@ def test_a_wrong_value_is_told_in_one_line(command, option, monkeypatch, capsys,
             ["train", "--seqlen", "2"],
             "longmesh train: no option --seqlen (did you mean --seq-len?); `longmesh train --help` lists what it takes",
         ),
+        (
+            ["run", "--rnaks", "2", "x.py"],
+            "longmesh run: no option --rnaks (did you mean --ranks?); `longmesh run ",
+        ),
+        (
+            ["run", "--rnaks=2", "x.py"],
+            "longmesh run: no option --rnaks (did you mean --ranks?); `longmesh run ",
+        ),
         (["train", "--seqlen=2"], "longmesh train: no option --seqlen (did you mean --seq-len?); "),
         (
             ["generate", "--random-token-count", "2"],
@@ -376,6 +384,7 @@ def test_the_first_rank_of_a_host_speaks_for_all(monkeypatch, capsys):
 
 
 MISTAKES = [
+    ["plan", "--help"], ["plan", "--seqlen", "2"],
     ["--help"], ["--version"], ["walk"], ["run", "--help"], ["train", "--help"], ["generate", "--help"],
     ["doctor", "--help"], ["run", "--ranks", "0", __file__], ["run", "--ranks", "1", "no.py"],
     ["train", "--ranks", "0"], ["train", "--seqlen", "2"], ["train", "--seq-len", "0"], ["train", "--dim", "3"],
