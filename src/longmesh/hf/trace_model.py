@@ -39,11 +39,12 @@ _VOCABULARY = 61  # of the tokens of a batch: none of them is looked up
 
 
 def trace_hollow(
-    config: Any, dtype: torch.dtype, sizes: Sequence[int], ranks: int, adaptation: Adaptation, loss: str
-) -> list[ModelTrace]:
+    config: Any, dtype: torch.dtype, sizes: Sequence[int], ranks: int, adaptation: Adaptation, loss: str, *,
+    every_layer: bool = False,
+) -> list[ModelTrace]:  # fmt: skip
     """What one rank computes, saves and sends, for each of several numbers of tokens of its own, of a sequence cut over
-    `ranks`. Inside `fake_rank`."""
-    model, kinds = make_hollow(config, dtype)
+    `ranks`. `every_layer`: each layer is a kind of its own. Inside `fake_rank`."""
+    model, kinds = make_hollow(config, dtype, every_layer)
     return [_trace(config, model, kinds, tokens * ranks, ranks, adaptation, loss) for tokens in sizes]
 
 
@@ -72,8 +73,8 @@ def make_batch(tokens: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def make_hollow(config: Any, dtype: torch.dtype) -> tuple[Any, Kinds]:
-    """The model with one layer of each kind and no values, and its kinds."""
+def make_hollow(config: Any, dtype: torch.dtype, every_layer: bool = False) -> tuple[Any, Kinds]:
+    """The model with one layer of each kind, or all of them, and no values, and its kinds."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"), quiet_warnings():
@@ -81,6 +82,9 @@ def make_hollow(config: Any, dtype: torch.dtype) -> tuple[Any, Kinds]:
             copy_config(config), attn_implementation="longmesh", dtype=dtype
         )
     kinds = find_kinds(model)
+    if every_layer:
+        count = len(kinds.layers)
+        kinds = Kinds(kinds.layers, tuple(range(count)), (1,) * count)
     keep_one_of_each(model, kinds)
     return empty(model), kinds
 

@@ -87,8 +87,33 @@ def test_kinds_and_numbers_are_those_of_the_model(pool, family, repeats, masks):
     assert flops == 6 * 128 * active  # forward once, backward twice
 
 
-def whole_is_sum(family: str) -> None:
-    """A model of one layer of each kind, traced alone, against kinds of the whole."""
+def sums(trace: ModelTrace) -> list[float]:
+    """Of all layers: products, traffic, saved bytes, parameters."""
+    works = ("forward_inner", "forward_outer", "backward_inner", "backward_outer")
+    layers = [(kind, kind.repeats) for kind in trace.kinds]
+    found = [sum(getattr(k, w).flops * n for k, n in layers) for w in works]
+    found += [sum(getattr(k, w).traffic * n for k, n in layers) for w in works]
+    return [*found, sum(k.saved_bytes * n for k, n in layers), float(trace.num_parameters)]
+
+
+def kinds_add_up(family: str) -> None:
+    config = tiny(family)
+    with fake_rank(0, 1):
+        adaptation = inspect_small(config, 1)
+        (by_kind,) = trace_hollow(config, torch.float32, (192,), 1, adaptation, "whole")
+        (layer_by_layer,) = trace_hollow(
+            config, torch.float32, (192,), 1, adaptation, "whole", every_layer=True
+        )
+    assert len(layer_by_layer.kinds) == 3 > len(by_kind.kinds)
+    assert sums(by_kind) == sums(layer_by_layer)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_kinds_add_up_to_the_trace_of_all_layers(pool, family):
+    pool.run(kinds_add_up, family, ranks=1, device="fake")
+
+
+def traced_once(family: str) -> None:
     tracer = StepTracer(tiny(family), torch.float32, 256)
     trace = tracer(256, 1, 1, "whole")
     assert trace.num_layers == 3
@@ -96,4 +121,4 @@ def whole_is_sum(family: str) -> None:
 
 
 def test_a_tracer_traces_once(pool):
-    pool.run(whole_is_sum, "gemma3", ranks=1, device="fake")
+    pool.run(traced_once, "gemma3", ranks=1, device="fake")
