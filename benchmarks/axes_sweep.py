@@ -2,9 +2,9 @@
 
     python benchmarks/axes_sweep.py --seconds 600        cases that have no row yet, for so long; again goes on
     python benchmarks/axes_sweep.py llama mixtral        these families again
+    python benchmarks/axes_sweep.py --page               docs/models-over-axes.md, from the rows that are kept
 
-A case is exact if loss, every gradient and three AdamW steps are those of one process, in float64. Rows are kept in
-benchmarks/results/axes_sweep.tsv; benchmarks/model_sweep.py --page shows them in docs/models.md.
+A case is exact if loss, every gradient and three AdamW steps are those of one process, in float64.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from longmesh.testing import RankPool
 from support import axes_sweep, tiny_models
 
 RESULTS = Path(__file__).resolve().parent / "results" / "axes_sweep.tsv"
+PAGE = RESULTS.parents[2] / "docs" / "models-over-axes.md"
 TIMEOUT = 90.0
 ORDER = ("wrong", "failed", "refused later", "refused", "not made small", "exact")
 CASES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
@@ -35,6 +36,58 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
     "ep 2 x cp 2": ((2, 2), ("ep", "cp"), {}),
     "ep over dp 2 x cp 2": ((2, 2), ("dp", "cp"), {"ep": ("dp", "cp")}),
 }
+
+HEAD = """# Which transformers models run over tensor and expert axes
+
+<!-- Made by benchmarks/axes_sweep.py; edits are lost. -->
+
+Tiny random models of the causal-LM families that have a plan for tensors or experts, sharded by `hf.parallelize` and
+compared with eager attention in one process, in float64: the loss of three AdamW steps to 1e-6 and every gradient to
+1e-4. Rows have unequal numbers of labels, and data ranks unequal numbers of rows. With "tp 3" nothing divides.
+`exact`: all of these. `refused`: an error that names the layer, from `hf.parallelize` before anything is changed, or
+from `hf.context_parallel` before the first step. `-`: the family has no plan for that axis.
+
+| case | exact | refused | wrong | failed |
+| --- | --- | --- | --- | --- |
+{counts}
+
+Made with {made}:
+
+```sh
+python benchmarks/axes_sweep.py --seconds 600
+```
+
+{table}
+"""
+
+
+def page() -> str:
+    made, rows = RESULTS.read_text("utf-8").splitlines()[0], known_rows()
+    tried = {key: row for key, row in rows.items() if row[2] != "not made small"}
+    counts = []
+    for case in CASES:
+        kinds = [
+            "refused" if row[2].startswith("refused") else row[2]
+            for key, row in tried.items()
+            if key[1] == case
+        ]
+        counts.append(
+            f"| {case} | {' | '.join(str(kinds.count(k)) for k in ('exact', 'refused', 'wrong', 'failed'))} |"
+        )
+    lines = [f"| family | {' | '.join(CASES)} | why |", f"| --- |{' --- |' * (len(CASES) + 1)}"]
+    for family in sorted({family for family, _ in tried}):
+        own = [tried.get((family, case)) for case in CASES]
+        kinds = ["-" if row is None else row[2].partition(" ")[0] for row in own]
+        why = list(dict.fromkeys(cell(row[3]) for row in own if row is not None and row[2] != "exact"))
+        lines.append(f"| {family} | {' | '.join(kinds)} | {'; '.join(why)} |")
+    return HEAD.format(counts="\n".join(counts), made=made.removeprefix("# "), table="\n".join(lines))
+
+
+def cell(why: str) -> str:
+    """The layer and what it does, without what every refusal says."""
+    text = why.replace("hf.context_parallel can't cut ", "").split("; unknown='gather'")[0]
+    text = text.removeprefix("hf.parallelize: ").split("; leave ")[0].replace("|", "\\|").replace("<", "&lt;")
+    return text if len(text) < 200 else f"{text[:200]}..."
 
 
 def outcome(pool: RankPool, family: str, case: str) -> tuple[str, str]:
@@ -52,7 +105,8 @@ def outcome(pool: RankPool, family: str, case: str) -> tuple[str, str]:
             timeout=TIMEOUT,
         )
     except Exception as error:
-        return "failed", " ".join(str(error).splitlines()[0].split())
+        text = " ".join(str(error).splitlines()[0].split())
+        return ("not made small" if "ImportError" in text else "failed"), text
     worst = min(found, key=lambda outcome: ORDER.index(outcome.kind))
     return worst.kind, " ".join(worst.text.split())
 
@@ -80,11 +134,19 @@ def wanted(families: list[str], cases: list[str]) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("families", nargs="*", help="to be run again; default: cases that have no row yet")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
+    parser.add_argument("--page", action="store_true", help="only write the page")
     options = parser.parse_args()
+    if not options.page:
+        sweep(options)
+    PAGE.write_text(page(), "utf-8")
+
+
+def sweep(options: argparse.Namespace) -> None:
+    """Each row is written as soon as it is known, so a sweep that was stopped goes on where it was."""
     torch.set_num_threads(1)
     until = time.monotonic() + options.seconds
     rows = known_rows()

@@ -127,3 +127,11 @@ def test_ops_with_steps_of_their_own_are_not_called_replicated():
     for name in ("var.correction", "argmax.default", "native_layer_norm.default"):
         assert f"`{name}`: steps" in page
         assert f"`{name}`: replicated only" not in page
+
+
+def test_the_page_of_models_over_axes_is_that_of_the_results():
+    axes = load("axes_sweep")
+    assert (ROOT / "docs/models-over-axes.md").read_text("utf-8") == axes.page(), (
+        "run benchmarks/axes_sweep.py --page"
+    )
+    assert not [row for row in axes.known_rows().values() if row[2] in ("wrong", "failed")]

@@ -19,6 +19,7 @@ SHOWS = {
     "convnext": ("largest difference from one process",),
     "cross_attention": ("text whole: 0 collectives", "text contiguous"),
     "finetune_llama": ("on 4 ranks", "loss"),
+    "finetune_moe": ("3 of 6 experts on this rank", "the same as one process"),
     "flex_attention_cp": ("dvalue: largest difference",),
     "hybrid_model": ("its state comes from ranks", "largest difference from one process"),
     "layouts_demo": ("columns over both axes", "6 moves, each checked on 4 ranks"),

@@ -271,7 +271,7 @@ def refused(what: str, folder: str) -> str:
     if what == "objects":
         extra["eval_use_gather_object"] = True
     if what == "axes":
-        options["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        options["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
     if what == "loss":
         options["loss"] = "mean"
     if what == "dispatch":
@@ -298,7 +298,7 @@ def refused(what: str, folder: str) -> str:
         ),
         ("batch size", "auto_find_batch_size=True: .* give per_device_train_batch_size"),
         ("objects", "eval_use_gather_object=True: gather tensors instead"),
-        ("axes", r"mesh= has the axes \('tp',\); name them 'dp' .* and 'cp'"),
+        ("axes", r"mesh= has the axes \('model',\); name them 'dp' .* 'cp' .* 'tp' .* and 'ep'"),
         ("loss", r"loss='mean'\): use 'tiled', 'model' or None"),
         ("dispatch", "dispatch_batches=True with context parallelism: .* leave it unset"),
         ("batches", "the ranks of one sequence got different batches; .* seeded alike"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,10 +24,12 @@ from torch.utils.data import DataLoader
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.comm import AxisGroup, collectives, comm_of
 from longmesh.errors import LongmeshError
+from longmesh.hf.axes.parallelize import is_parallelized
 from longmesh.hf.scope import plan_ahead
 from longmesh.hf.whole_batch import scope_arguments
 
-_AXES = ("dp", "cp")
+_AXES = ("dp", "cp", "tp", "ep")
+_DATA_AXES = ("dp", "ep")  # ranks of the others get the same rows
 
 
 class PlanningLoader(DataLoader):
@@ -67,7 +70,7 @@ class MeshAccelerator(Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """A loader of this rank's share of the data: that of its coordinate on "dp"."""
+        """A loader of this rank's share of the data: that of its coordinates on "dp" and "ep"."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if self.dispatch_batches:
@@ -79,8 +82,8 @@ class MeshAccelerator(Accelerator):
         prepared = prepare_data_loader(
             data_loader,
             self.device,
-            num_processes=axis_size(mesh, "dp"),
-            process_index=axis_rank(mesh, "dp"),
+            num_processes=math.prod(axis_size(mesh, name) for name in _DATA_AXES),
+            process_index=axis_rank(mesh, "dp") * axis_size(mesh, "ep") + axis_rank(mesh, "ep"),
             split_batches=self.split_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=list(self.rng_types) if self.rng_types else None,
@@ -94,6 +97,14 @@ class MeshAccelerator(Accelerator):
         self._dataloaders.append(prepared)
         plan_batches(prepared, self._plan_next)
         return prepared
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """The model on its device, in DDP or FSDP2; one that `hf.parallelize` has sharded averages gradients itself."""
+        if isinstance(model, torch.nn.Module) and is_parallelized(model):  # moved, its hooks would be gone
+            return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
     def _plan_next(self, batch: Any) -> None:
         """Have a batch planned that comes next, as the scope before was. Wrong ones are told by their scope."""
@@ -124,7 +135,11 @@ class _OneOfEach(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         mesh: DeviceMesh = self.__dict__["longmesh_mesh"]
-        first = [rank for rank in range(dist.get_world_size()) if _coordinate(mesh, rank, "cp") == 0]
+        first = [
+            rank
+            for rank in range(dist.get_world_size())
+            if not any(_coordinate(mesh, rank, name) for name in ("cp", "tp"))
+        ]
 
         def select(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -165,8 +180,8 @@ def _check_mesh(mesh: DeviceMesh, num_processes: int) -> None:
     names = mesh.mesh_dim_names or ()
     if not names or any(name not in _AXES for name in names):
         raise LongmeshError(
-            f"mesh= has the axes {names or tuple(mesh.shape)}; name them 'dp' (data) and 'cp' (sequence), "
-            "as in init_device_mesh(device, (2, 4), mesh_dim_names=('dp', 'cp'))"
+            f"mesh= has the axes {names or tuple(mesh.shape)}; name them 'dp' (data), 'cp' (sequence), "
+            "'tp' (tensors) and 'ep' (experts), as in init_device_mesh(device, (2, 4), mesh_dim_names=('dp', 'cp'))"
         )
     if mesh.size() != num_processes:
         raise LongmeshError(

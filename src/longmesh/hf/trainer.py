@@ -31,13 +31,15 @@ from longmesh.attention import TokenLayout
 from longmesh.attention.scope.open_scopes import current_cut
 from longmesh.errors import LongmeshError
 from longmesh.hf.accelerator import MeshAccelerator, axis_size, sum_over, use_mesh
+from longmesh.hf.axes import average_gradients, parallelize, save_pretrained
+from longmesh.hf.axes.parallelize import is_parallelized
 from longmesh.hf.causal_head import tiled_loss
 from longmesh.hf.gather import as_whole
 from longmesh.hf.loop import plain_model, set_attention
 from longmesh.hf.private import TrainerHooks, shifts_labels
 from longmesh.hf.scope import context_parallel
 from longmesh.hf.state import current
-from longmesh.hf.trainer_arguments import refuse_arguments
+from longmesh.hf.trainer_arguments import refuse_arguments, refuse_checkpoints
 from longmesh.hf.whole_batch import scope_arguments
 from longmesh.plan import Cluster
 
@@ -45,7 +47,8 @@ _FEW_BYTES = 2**30
 
 
 class Trainer(TrainerHooks, transformers.Trainer):
-    """transformers.Trainer, with `mesh=`: rows of data are sharded over its axis "dp" and sequences cut over "cp".
+    """transformers.Trainer, with `mesh=`: rows of data are sharded over its axes "dp" and "ep", sequences cut
+    over "cp". Over "tp" and "ep" the model is sharded as by `parallelize`, if that was not called before.
 
     Takes every argument of transformers.Trainer. Without a mesh all ranks are on "cp"; with one process it is
     transformers' own. The model is set to attn_implementation="longmesh".
@@ -84,6 +87,8 @@ class Trainer(TrainerHooks, transformers.Trainer):
         self._gathers_outputs = False
         self._has_computed = False
         super().__init__(*args, **kwargs)
+        if self.mesh is not None and {"tp", "ep"} & set(self.mesh.mesh_dim_names or ()):
+            self._shard_model()
         if self.cp_size > 1:
             refuse_arguments(self.args, loss, self._loss_owner())
             assert isinstance(self.model, nn.Module)
@@ -93,6 +98,33 @@ class Trainer(TrainerHooks, transformers.Trainer):
     def cp_size(self) -> int:
         """The ranks that share a sequence."""
         return 1 if self.mesh is None else axis_size(self.mesh, "cp")
+
+    def _shard_model(self) -> None:
+        assert self.mesh is not None and isinstance(self.model, nn.Module)
+        refuse_checkpoints(self.args)
+        if not is_parallelized(self.model):
+            parallelize(self.model, self.mesh)
+        average_gradients(self.model)
+
+    def get_tp_size(self) -> int:
+        """What transformers divides by where it counts over all ranks: these have the same rows."""
+        return 1 if self.mesh is None else axis_size(self.mesh, "tp")
+
+    @property
+    def _num_averaged(self) -> int:
+        """The ranks over which gradients and losses are averaged."""
+        return self.accelerator.num_processes // self.get_tp_size()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The files that one process writes. Collective for a model over "tp" or "ep"."""
+        if not (isinstance(self.model, nn.Module) and is_parallelized(self.model)):
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = output_dir or self.args.output_dir
+        assert folder is not None
+        save_pretrained(self.model, folder)
+        if self.args.should_save and self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The accelerator shards data over "dp" and gathers one result of each sequence."""
@@ -178,7 +210,7 @@ class Trainer(TrainerHooks, transformers.Trainer):
         if self.label_smoother is not None or self.compute_loss_func is not None:
             loss, outputs = self._loss_of_whole(model, inputs, whole, num_items_in_batch)
         elif self._is_tiled(inputs, return_outputs) and num_items_in_batch is not None:
-            loss = tiled_loss(model, inputs, num_items_in_batch) * self.accelerator.num_processes
+            loss = tiled_loss(model, inputs, num_items_in_batch) * self._num_averaged
             outputs = {"loss": loss}
         else:
             found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -223,7 +255,7 @@ class Trainer(TrainerHooks, transformers.Trainer):
                 loss = self.label_smoother(
                     outputs, labels, shift_labels=shifts, num_items_in_batch=num_items_in_batch
                 )
-        scale = self.cp_size if num_items_in_batch is None else self.accelerator.num_processes
+        scale = self.cp_size if num_items_in_batch is None else self._num_averaged
         # Backward gives each rank the gradient of its own tokens: their sum is the whole's. The value is the whole's
         # already, on each of them.
         return scale * (loss - loss.detach() * (1 - 1 / self.cp_size)), outputs

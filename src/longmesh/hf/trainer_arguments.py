@@ -61,3 +61,17 @@ def refuse_arguments(args: transformers.TrainingArguments, loss: str | None, own
         value = getattr(args, name)
         if is_refused(value):
             raise LongmeshError(f"hf.Trainer with {name}={value!r}: {why}")
+
+
+def refuse_checkpoints(args: transformers.TrainingArguments) -> None:
+    """Raise if a Trainer would save the state of an optimizer whose parameters lie on several ranks: one
+    rank's part.
+    """
+    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+    if (saves and not args.save_only_model) or args.load_best_model_at_end:
+        raise LongmeshError(
+            f"hf.Trainer with save_strategy={str(args.save_strategy)!r} and a mesh with 'tp' or 'ep': rank 0 "
+            f"would save its "
+            "own part of the optimizer's state; set save_only_model=True, or save_strategy='no' and use "
+            "longmesh.checkpoint"
+        )

@@ -28,6 +28,7 @@ def average_gradients(model: nn.Module) -> nn.Module:
     time they are computed. Collective, and so is every backward pass then: every rank of the mesh.
 
     It does what DDP does, for a model whose parameters lie on different meshes: scale the loss as for DDP.
+    Call it last: a model that is moved to another device or dtype loses these hooks.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=9, hidden_size=12, num_hidden_layers=1, num_attention_heads=3)

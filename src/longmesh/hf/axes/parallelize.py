@@ -65,6 +65,11 @@ def mesh_of(model: nn.Module) -> DeviceMesh:
     return mesh
 
 
+def is_parallelized(model: nn.Module) -> bool:
+    """Whether `parallelize` was called with it."""
+    return _MESH in model.__dict__
+
+
 class _Model(NamedTuple):
     """What must be the same on every rank."""
 
@@ -93,7 +98,7 @@ def _plan(
         raise LongmeshError(
             f"hf.parallelize: the mesh has the axes {names or 'without names'}; name them, of {', '.join(AXES)}"
         )
-    if _MESH in model.__dict__:
+    if is_parallelized(model):
         raise LongmeshError(f"hf.parallelize: {type(model).__name__} is sharded already")
     over = _expert_axes(names, ep)
     found: dict[str, tuple[DeviceMesh, dict[str, ParallelStyle]]] = {}
