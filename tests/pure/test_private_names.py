@@ -167,7 +167,7 @@ def test_a_missing_name_costs_its_feature_only() -> None:
 def test_hooks_on_modules_leave_nothing_behind() -> None:
     hooks = torch.nn.modules.module
     before = bool(hooks._has_any_global_hook())
-    end = process_wide.watch_modules(lambda *args: None, lambda *args: None, with_kwargs=True)
+    end = process_wide.watch_modules(lambda *args: None, lambda *args: None)
     assert hooks._has_any_global_hook() and not before
     end()
     assert not hooks._has_any_global_hook()
