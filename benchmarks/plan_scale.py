@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, Ranks, int, str, str]] = {
 def measure(case: str, repeat: int) -> dict[str, float]:
     """The figures of one case, in this process."""
     from longmesh.attention import masks, plan_attention
-    from longmesh.attention.execute.route import Route
+    from longmesh.attention.execute.route import BoundRow
     from longmesh.attention.plan import api, cut
 
     kind, ranks, seq_len, layout, exchange = CASES[case]
@@ -68,7 +68,7 @@ def measure(case: str, repeat: int) -> dict[str, float]:
             start = time.process_time()
             plan = plan_attention(seq_len=seq_len, ranks=ranks, mask=mask, **how)
             planned = time.process_time()
-            Route(plan.rows[0], middle, members, peers)
+            BoundRow(plan.rows[0], middle, members, peers)
             done = time.process_time()
             if done - start < plan_s + route_s:
                 plan_s, route_s = planned - start, done - planned

@@ -9,7 +9,7 @@ from torch import nn
 
 from longmesh import Partial, Replicate, Shard, distribute_tensor
 from longmesh.attention import masks, plan_attention
-from longmesh.attention.execute.route import Route
+from longmesh.attention.execute.route import BoundRow
 from longmesh.comm import record_comm
 from longmesh.debug import explain
 from longmesh.debug.explanation import Redistribution
@@ -247,7 +247,7 @@ def attention_bytes(layout, exchange):
     with record_comm() as log:
         out.sum().backward()
     sent.append(log.total_bytes)
-    route = Route(plan.rows[0], rank, (0, 1, 2), (rank,))
+    route = BoundRow(plan.rows[0], rank, (0, 1, 2), (rank,))
     rows = sum(
         sum(move.send_counts) - move.send_counts[rank]
         for move in (*route.keys, *route.home)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from longmesh.attention.execute.driver import Task
-from longmesh.attention.execute.function import AttentionCall, backward_rows, forward_rows
-from longmesh.attention.execute.route import Route
+from longmesh.attention.execute.function import BoundCall, backward_rows, forward_rows
+from longmesh.attention.execute.route import BoundRow
 from longmesh.attention.kernel.base import AttentionGradients, Kernel, Score
 from longmesh.attention.kernel.cpu_flash import CpuFlash
 from longmesh.attention.plan.attention_plan import AttentionPlan
@@ -130,7 +130,7 @@ class SimulatedTask(Task):
         return Arriving(self.network, me, received, parts, rows)
 
 
-def call_of(plan: AttentionPlan, rank: int, network: Network, kernel: Kernel, score: Score) -> AttentionCall:
+def call_of(plan: AttentionPlan, rank: int, network: Network, kernel: Kernel, score: Score) -> BoundCall:
     """What ContextParallel prepares on a rank, for the simulated network."""
     first = rank // plan.inner * plan.inner
     peers = tuple(range(first, first + plan.inner))
@@ -139,8 +139,8 @@ def call_of(plan: AttentionPlan, rank: int, network: Network, kernel: Kernel, sc
     outer = Members(members) if plan.outer > 1 else None
     if any(row.schedule.has_elementwise for row in plan.rows):
         score = dataclasses.replace(score, mask_mod=plan.mask.visible)
-    routes = [Route(row, rank, range(plan.outer), peers) for row in plan.rows]
-    return AttentionCall(
+    routes = [BoundRow(row, rank, range(plan.outer), peers) for row in plan.rows]
+    return BoundCall(
         tuple(SimulatedTask(route, kernel, score, outer, inner, network=network) for route in routes)  # type: ignore[arg-type]
     )
 

@@ -8,8 +8,8 @@ import torch
 
 from longmesh.attention import masks, plan_attention
 from longmesh.attention.execute.driver import Task
-from longmesh.attention.execute.function import AttentionCall, backward_rows, forward_rows
-from longmesh.attention.execute.route import Route
+from longmesh.attention.execute.function import BoundCall, backward_rows, forward_rows
+from longmesh.attention.execute.route import BoundRow
 from longmesh.attention.kernel.base import AttentionGradients, Score
 from longmesh.attention.kernel.choose import choose, need_of
 from longmesh.attention.kernel.merge import accumulate_dtype
@@ -65,7 +65,7 @@ class AttendBackward(Attend):
         return options.row * (keys * options.dtype.itemsize + home * wide)
 
 
-def _planned(step: Execute, mesh: MeshShape, where: Coordinate) -> tuple[AttendOptions, Route, int]:
+def _planned(step: Execute, mesh: MeshShape, where: Coordinate) -> tuple[AttendOptions, BoundRow, int]:
     options: AttendOptions = step.options  # pyright: ignore[reportAssignmentType]
     members = mesh.members(step.axes, where)
     return options, _route(options, members, where, list(range(len(members)))), members.index(where)
@@ -76,16 +76,16 @@ def _rows_sent(moves: Any, rank: int) -> int:
 
 
 def _call(
-    options: AttendOptions, route: Route, group: AxisGroup, q: torch.Tensor, v: torch.Tensor
-) -> AttentionCall:
+    options: AttendOptions, route: BoundRow, group: AxisGroup, q: torch.Tensor, v: torch.Tensor
+) -> BoundCall:
     score = Score(options.scale)
     kernel = choose(need_of(q, v, score, (), True), None).kernel
-    return AttentionCall((Task(route, kernel, score, group, None),))
+    return BoundCall((Task(route, kernel, score, group, None),))
 
 
 def _route(
     options: AttendOptions, members: tuple[Coordinate, ...], where: Coordinate, order: list[int]
-) -> Route:
+) -> BoundRow:
     """A rank's part of the engine's plan, whose ranks are `members`; `order`: their places in the process group."""
     owned: list[tuple[int, int, int]] = []
     for rank, member in enumerate(members):
@@ -102,7 +102,7 @@ def _route(
         dtype_bytes=options.dtype.itemsize,
     )
     rank = members.index(where)
-    return Route(plan.rows[0], rank, tuple(order), (rank,))
+    return BoundRow(plan.rows[0], rank, tuple(order), (rank,))
 
 
 ATTENDING: dict[str, Executor] = {"attend": Attend(), "attend_backward": AttendBackward()}

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from longmesh.attention import Ownership, StagedExchange, Workload, plan_attention
 from longmesh.attention.exchange.fragment import OFFSET, OWNER, RANK, STAGE, START, STOP
-from longmesh.attention.execute.route import Route
+from longmesh.attention.execute.route import BoundRow
 from longmesh.attention.layout.named import LAYOUTS
 from longmesh.attention.mask.block import UNBOUNDED
 from longmesh.attention.mask.slices import (
@@ -147,7 +147,7 @@ def test_a_thousand_ranks_keep_no_pairs_of_ranks():
         sizes = []
         for ranks in (128, 1024):
             plan = plan_attention(seq_len=1 << 17, ranks=ranks, layout="zigzag", exchange=exchange)
-            route = Route(plan.rows[0], 3, range(ranks), (3,))
+            route = BoundRow(plan.rows[0], 3, range(ranks), (3,))
             assert len(route.plan.stages) == (ranks if exchange == "ring" else 3)
             sizes.append(kept(plan.rows[0].schedule))
         assert sizes[1] <= 9 * sizes[0]

@@ -29,9 +29,9 @@ from longmesh.attention.engine.check import CallSignature, Gathered, check_call,
 from longmesh.attention.engine.cut_tokens import CutQueries, CutTokens
 from longmesh.attention.exchange.base import Exchange
 from longmesh.attention.execute.driver import Task
-from longmesh.attention.execute.function import AttendWithLse, AttentionCall, AttentionFunction
+from longmesh.attention.execute.function import AttendWithLse, AttentionFunction, BoundCall
 from longmesh.attention.execute.op import attend, cast_for_autocast, register_caller
-from longmesh.attention.execute.route import Route
+from longmesh.attention.execute.route import BoundRow
 from longmesh.attention.execute.watch import current_watcher
 from longmesh.attention.kernel.base import Need, Score
 from longmesh.attention.kernel.choose import ChosenKernel, Refused, choose, need_of, refused_kernels
@@ -53,11 +53,11 @@ Checked = TypeVar("Checked", Gathered, CallSignature)
 
 
 @dataclass(frozen=True, eq=False)
-class Heads:
+class BoundPlan:
     """What a plan for given head counts needs to run on this rank."""
 
     plan: AttentionPlan
-    routes: tuple[Route, ...]
+    routes: tuple[BoundRow, ...]
     outer: AxisGroup | None
     inner: AxisGroup | None
     has_elementwise: bool
@@ -135,7 +135,7 @@ class ContextParallel:
         planned = self._ahead.take(request)
         self.plan: AttentionPlan = plan_attention(**request) if planned is None else planned.plan
         self._made_ahead = {} if planned is None else {planned.plan.heads: planned}
-        self._planned: dict[tuple[HeadSizes, torch.device], Heads] = {}
+        self._planned: dict[tuple[HeadSizes, torch.device], BoundPlan] = {}
         rows = self.plan.rows
         self._queries = CutTokens("shard", [row.ownership for row in rows], self.rank, self._of_everyone)
         self._keys = CutTokens("shard_kv", [row.kv_ownership for row in rows], self.rank, self._of_everyone)
@@ -281,7 +281,7 @@ class ContextParallel:
 
     def enter(
         self, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, score: Score, lse: bool = False
-    ) -> AttentionCall:
+    ) -> BoundCall:
         """The call, checked and planned. Collective: every rank continues, or every rank raises."""
         self._together("attention", self._check, q, k, v, sinks, score, lse)
         if self.plan.exchange.hops and self._comm is not None and self._comm.mesh.ndim > 1:
@@ -334,7 +334,7 @@ class ContextParallel:
     def _every_axis(self) -> tuple[int, ...]:
         return () if self.mesh is None else tuple(range(self.mesh.ndim))
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor | None, score: Score) -> AttentionCall:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor | None, score: Score) -> BoundCall:
         """The call, planned. Only the first one for given heads may communicate, to make groups."""
         # Under torch.compile sizes may be symbols: a plan is for given heads, so theirs are fixed here.
         dims = int(q.shape[3]), int(self._value_dim(v))
@@ -347,7 +347,7 @@ class ContextParallel:
         how = self._choice.kernel, score, heads.outer, heads.inner
         value_dim = dims[1] if v is None else None
         tasks = tuple(Task(route, *how, value_dim=value_dim) for route in heads.routes)
-        return AttentionCall(tasks, heads.plan, current_watcher())
+        return BoundCall(tasks, heads.plan, current_watcher())
 
     def _value_dim(self, v: Tensor | None) -> int:
         return self.plan.heads.v_head_dim if v is None else v.shape[3]
@@ -357,7 +357,7 @@ class ContextParallel:
         values = k[..., : self._value_dim(v)] if v is None else v
         return need_of(q, values, score, (), torch.is_grad_enabled())._replace(elementwise=elementwise)
 
-    def _plan_heads(self, sizes: HeadSizes, device: torch.device) -> Heads:
+    def _plan_heads(self, sizes: HeadSizes, device: torch.device) -> BoundPlan:
         if (sizes, device) not in self._planned:
             known = self._made_ahead.get(sizes)
             if known is None and sizes != self.plan.heads:
@@ -368,7 +368,7 @@ class ContextParallel:
             self._planned[sizes, device] = self._prepare(plan, device)
         return self._planned[sizes, device]
 
-    def _prepare(self, plan: AttentionPlan, device: torch.device) -> Heads:
+    def _prepare(self, plan: AttentionPlan, device: torch.device) -> BoundPlan:
         """Groups and routes of a plan. Groups of several axes are made here, by all ranks together."""
         every = self._every_axis
         outer = inner = None
@@ -385,9 +385,9 @@ class ContextParallel:
         known = ahead.rank_plans if ahead and ahead.plan is plan else [None] * len(plan.rows)
         with no_dispatch_modes():  # indices are uploaded here, and kept: under a compiler they would be fake
             mine = zip(plan.rows, known, strict=True)
-            routes = tuple(Route(row, self.rank, members, peers, device, own) for row, own in mine)
+            routes = tuple(BoundRow(row, self.rank, members, peers, device, own) for row, own in mine)
         elementwise = any(row.schedule.has_elementwise for row in plan.rows)
-        return Heads(plan, routes, outer, inner, elementwise)
+        return BoundPlan(plan, routes, outer, inner, elementwise)
 
     def _group(self, axes: tuple[int, ...]) -> tuple[AxisGroup, tuple[int, ...]]:
         """The group over the axes, and its members as ranks of the plan."""

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from longmesh.attention.exchange.ulysses import HeadGroup
 from longmesh.attention.execute.route import (
+    BoundRow,
     Move,
-    Route,
     add_rows_,
     from_rows,
     place_rows,
@@ -56,7 +56,7 @@ T = TypeVar("T")
 class Task:
     """One batch row's plan (or the whole batch's) on this rank, and what computes and carries it."""
 
-    route: Route
+    route: BoundRow
     kernel: Kernel
     score: Score
     outer: AxisGroup | None

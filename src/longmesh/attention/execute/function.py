@@ -41,7 +41,7 @@ from longmesh.comm import AxisGroup, collectives
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionCall:
+class BoundCall:
     """One attention call: a task for the whole batch, or one for each batch row.
 
     `plan`: what the tasks were made from, for whoever watches.
@@ -81,7 +81,7 @@ def kept_of(saved: Sequence[Tensor | None]) -> list[Kept]:
     return [Kept(*saved[i : i + size]) for i in range(0, len(saved), size)]  # type: ignore[arg-type]
 
 
-def mark(call: AttentionCall, like: Tensor) -> Tensor:
+def mark(call: BoundCall, like: Tensor) -> Tensor:
     """Nothing, shaped as the cut is: a checkpoint compares what its recomputation saves, and must not take attention
     over this rank's tokens alone, after a scope, for that over the whole sequence."""
     owned = call.tasks[0].route.row.ownership
@@ -98,7 +98,7 @@ class AttentionFunction(torch.autograd.Function):
     """`AttentionFunction.apply(call, q, k, v, bias, sinks, *captured)`. Collective over the mesh, both ways."""
 
     @staticmethod
-    def forward(ctx, call: AttentionCall, q, k, v, bias, sinks, *captured):
+    def forward(ctx, call: BoundCall, q, k, v, bias, sinks, *captured):
         ctx.call, ctx.num_captured, ctx.kv_heads = call, len(captured), k.shape[1]
         out, saved = forward_rows(call, q, k, v, sinks)
         ctx.save_for_backward(mark(call, q), bias, sinks, *captured, *saved)
@@ -129,7 +129,7 @@ def _as_written(tensor: Tensor) -> Iterator[None]:
 
 
 def forward_rows(
-    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None
+    call: BoundCall, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The output of this rank's tokens, and what is `Kept` of each batch row and group of heads."""
     outs, saved = [], []
@@ -142,7 +142,7 @@ def forward_rows(
 
 
 def backward_rows(
-    call: AttentionCall, dout: Tensor, saved: Sequence[Tensor | None], sinks: Tensor | None, dsinks: Tensor | None,
+    call: BoundCall, dout: Tensor, saved: Sequence[Tensor | None], sinks: Tensor | None, dsinks: Tensor | None,
     totals: AttentionGradients, kv_heads: int,
 ) -> Sequence[Tensor]:  # fmt: skip
     """dq, dk and dv (unless it is in dk) in the accumulating dtype; `dsinks` and what is in `totals` grow."""
@@ -246,7 +246,7 @@ class AttendWithLse(torch.autograd.Function):
     """`AttendWithLse.apply(call, q, k, v, *captured)`: output and log-sum-exp. Collective over the mesh, both ways."""
 
     @staticmethod
-    def forward(ctx, call: AttentionCall, q, k, v, *captured):
+    def forward(ctx, call: BoundCall, q, k, v, *captured):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.num_captured = call, len(captured)
         out, saved = forward_rows(call, q, k, v, None)
@@ -262,7 +262,7 @@ class AttendWithLse(torch.autograd.Function):
         given = (q, k) if v is None else (q, k, v)
         dqkv, dcaptured = [zero_like(t) for t in given], [zero_like(t) for t in captured]
 
-        def add_up(call: AttentionCall, grad: Tensor, kept: Sequence[Tensor | None]) -> None:
+        def add_up(call: BoundCall, grad: Tensor, kept: Sequence[Tensor | None]) -> None:
             into = AttentionGradients(grad, grad, grad, None, dcaptured)
             found = backward_rows(call, grad, kept, None, None, into, k.shape[1])
             totals = dqkv if grad is dout else dqkv[:2]
@@ -273,12 +273,12 @@ class AttendWithLse(torch.autograd.Function):
             add_up(ctx.call, dout, saved)
         if dlse is not None:
             tasks = tuple(replace(task, value_dim=None) for task in ctx.call.tasks)
-            add_up(AttentionCall(tasks), dlse.unsqueeze(-1), _ones_for_values(saved))
+            add_up(BoundCall(tasks), dlse.unsqueeze(-1), _ones_for_values(saved))
         found = [grad.to(t.dtype) for grad, t in zip(dqkv, given, strict=True)] + [None] * (3 - len(given))
         return None, *found, *(grad.to(t.dtype) for grad, t in zip(dcaptured, captured, strict=True))
 
 
-def _own_lse(call: AttentionCall, saved: Sequence[Tensor | None], num_heads: int) -> Tensor:
+def _own_lse(call: BoundCall, saved: Sequence[Tensor | None], num_heads: int) -> Tensor:
     """(B, H, S) of this rank's tokens; collective where heads are split."""
     found, batches = [], call.batches()
     each = len(saved) // len(batches)

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from longmesh.attention.execute.function import AttentionCall, backward_rows, forward_rows, kept_of
+from longmesh.attention.execute.function import BoundCall, backward_rows, forward_rows, kept_of
 from longmesh.attention.kernel.base import AttentionGradients, Score
 from longmesh.attention.kernel.merge import accumulate_dtype
 from longmesh.errors import LongmeshError
@@ -31,9 +31,9 @@ V = TypeVar("V", Tensor, Tensor | None)
 class Caller(Protocol):
     """What the op needs of a `ContextParallel`."""
 
-    def enter(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> AttentionCall: ...
+    def enter(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> BoundCall: ...
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> AttentionCall: ...
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> BoundCall: ...
 
 
 class _Callers:

@@ -1,4 +1,4 @@
-"""Route: one rank's plan for one batch row with row numbers as tensors, ready to gather and scatter with.
+"""BoundRow: one rank's plan for one batch row with row numbers as tensors, ready to gather and scatter with.
 
 Row numbers are copied to the device once, when the route is made: a copy per call would make each call wait.
 
@@ -121,7 +121,7 @@ def part(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ...
     return blocks[:first], blocks[first:]
 
 
-class Route:
+class BoundRow:
     """What the driver needs of a plan for one batch row, on one rank. `members`: plan ranks in the order of
     the group that keys travel in; `peers`: those of the group that splits heads; `plan`: the rank's, if it is known."""
 

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from longmesh.attention import masks
 from longmesh.attention.engine.context_parallel import ContextParallel
 from longmesh.attention.exchange.base import Exchange
-from longmesh.attention.execute.function import AttentionCall
+from longmesh.attention.execute.function import BoundCall
 from longmesh.attention.execute.op import register_caller
 from longmesh.attention.kernel.base import Score
 from longmesh.attention.layout.base import Ownership, TokenLayout
@@ -159,9 +159,9 @@ class _CompiledCaller:
         self._is_causal = is_causal
         self.name = register_caller(self)
 
-    def enter(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> AttentionCall:
+    def enter(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score) -> BoundCall:
         refuse_reentrant_checkpoint()
         return self._cut.engine(self._is_causal).enter(q, k, v, sinks, score)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> AttentionCall:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> BoundCall:
         return self._cut.engine(self._is_causal).prepare(q, k, v, score)
