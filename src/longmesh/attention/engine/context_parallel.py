@@ -53,7 +53,7 @@ Checked = TypeVar("Checked", Gathered, CallSignature)
 
 
 @dataclass(frozen=True, eq=False)
-class BoundPlan:
+class BoundAttention:
     """What a plan for given head counts needs to run on this rank."""
 
     plan: AttentionPlan
@@ -135,7 +135,7 @@ class ContextParallel:
         planned = self._ahead.take(request)
         self.plan: AttentionPlan = plan_attention(**request) if planned is None else planned.plan
         self._made_ahead = {} if planned is None else {planned.plan.heads: planned}
-        self._planned: dict[tuple[HeadSizes, torch.device], BoundPlan] = {}
+        self._planned: dict[tuple[HeadSizes, torch.device], BoundAttention] = {}
         rows = self.plan.rows
         self._queries = CutTokens("shard", [row.ownership for row in rows], self.rank, self._of_everyone)
         self._keys = CutTokens("shard_kv", [row.kv_ownership for row in rows], self.rank, self._of_everyone)
@@ -357,7 +357,7 @@ class ContextParallel:
         values = k[..., : self._value_dim(v)] if v is None else v
         return need_of(q, values, score, (), torch.is_grad_enabled())._replace(elementwise=elementwise)
 
-    def _plan_heads(self, sizes: HeadSizes, device: torch.device) -> BoundPlan:
+    def _plan_heads(self, sizes: HeadSizes, device: torch.device) -> BoundAttention:
         if (sizes, device) not in self._planned:
             known = self._made_ahead.get(sizes)
             if known is None and sizes != self.plan.heads:
@@ -368,7 +368,7 @@ class ContextParallel:
             self._planned[sizes, device] = self._prepare(plan, device)
         return self._planned[sizes, device]
 
-    def _prepare(self, plan: AttentionPlan, device: torch.device) -> BoundPlan:
+    def _prepare(self, plan: AttentionPlan, device: torch.device) -> BoundAttention:
         """Groups and routes of a plan. Groups of several axes are made here, by all ranks together."""
         every = self._every_axis
         outer = inner = None
@@ -387,7 +387,7 @@ class ContextParallel:
             mine = zip(plan.rows, known, strict=True)
             routes = tuple(BoundRow(row, self.rank, members, peers, device, own) for row, own in mine)
         elementwise = any(row.schedule.has_elementwise for row in plan.rows)
-        return BoundPlan(plan, routes, outer, inner, elementwise)
+        return BoundAttention(plan, routes, outer, inner, elementwise)
 
     def _group(self, axes: tuple[int, ...]) -> tuple[AxisGroup, tuple[int, ...]]:
         """The group over the axes, and its members as ranks of the plan."""
