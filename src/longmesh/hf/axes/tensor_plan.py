@@ -45,6 +45,12 @@ def tensor_styles(model: nn.Module, ranks: int, rank: int) -> tuple[Styles, dict
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
     named = {name: plan[pattern(name)] for name in (*modules, *parameters) if pattern(name) in plan}
+    if not named:
+        raise LongmeshError(
+            f"hf.parallelize: the plan of {type(model).__name__} names none of its modules; give the "
+            f"transformers model "
+            "itself, without adapters or wrappers around it"
+        )
     # Experts are sharded by experts, not within them; what a plan shards within one module of its own stays whole.
     for apart in (*find_experts(model), *(name for name, style in named.items() if style == "all_reduce")):
         named = {name: style for name, style in named.items() if not f"{name}.".startswith(f"{apart}.")}
@@ -63,6 +69,11 @@ def tensor_styles(model: nn.Module, ranks: int, rank: int) -> tuple[Styles, dict
     for name, style in named.items():
         shares = heads.get(_parent(name))
         if name in modules:
+            weight = getattr(modules[name], "weight", None)
+            if weight is not None and (not weight.dtype.is_floating_point or weight.dtype.itemsize < 2):
+                raise _unknown(
+                    f"how to shard '{name}', a quantised {type(modules[name]).__name__} ({weight.dtype})"
+                )
             if isinstance(modules[name], nn.Linear | nn.Embedding) and any(modules[name].children()):
                 raise _unknown(
                     f"what '{name}' ({type(modules[name]).__name__}) does besides the plan's {style!r}"
