@@ -81,7 +81,7 @@ def segment_reduce(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: d
     limits = given["offsets"] if limits is None else limits
     if limits is None:
         return p.on_whole_tensors(func, args, kwargs)
-    axis = given["axis"] % max(data.ndim, 1)
+    axis: int = given["axis"] % max(data.ndim, 1)
     axes = sharding_axes(data.global_layout, (axis,))
     if (
         not axes
@@ -91,13 +91,12 @@ def segment_reduce(p: Writer, func: OpOverload, args: tuple[Any, ...], kwargs: d
         or not data.numel()
     ):
         return p.by_lines(func, args, kwargs)
-    data, limits = p.reduced(data), p.replicated(limits)
-    is_offsets = given["lengths"] is None
-    size = None if given["unsafe"] or is_offsets else int(data.shape[axis])
-    part = p.local(_reduce, data, limits, is_offsets, kind, axis, data.interval(axis), size)
-    count = limits.shape[0] - is_offsets
-    layout = _pending(data, axes, PENDING[kind])
-    return p.wrap(part, data, layout=layout, shape=(*data.shape[:axis], count, *data.shape[axis + 1 :]))
+    x: Planned = p.reduced(data)
+    limits, is_offsets = p.replicated(limits), given["lengths"] is None
+    size = None if given["unsafe"] or is_offsets else x.shape[axis]
+    part = p.local(_reduce, x, limits, is_offsets, kind, axis, x.interval(axis), size)
+    shape = (*x.shape[:axis], limits.shape[0] - is_offsets, *x.shape[axis + 1 :])
+    return p.wrap(part, x, layout=_pending(x, axes, PENDING[kind]), shape=shape)
 
 
 def _pending(data: Planned, axes: tuple[int, ...], pending: Partial) -> Layout:
