@@ -125,7 +125,7 @@ def _divisors(number: int) -> list[int]:
 def limits_of(trace: ModelTrace, experts: int) -> Limits:
     """What tp may divide: heads of every attention call."""
     heads = [call.heads for kind in trace.kinds for call in kind.calls]
-    if not heads or any(kind.messages_forward for kind in trace.kinds):
+    if not heads or trace.layout == "ordered":  # recurrent layers are not sharded over tp
         return Limits(0, 0, experts)
     query, keys = 0, 0
     for sizes in heads:

@@ -155,7 +155,7 @@ def _chain_bytes(chain: Sequence[tuple[int, Op]], last_read: dict[int, int]) -> 
 def _saved(recorder: Recorder, section: int, left_out: Collection[int]) -> tuple[Saved, ...]:
     made_in = {event.storage: event.place for event in recorder.events if event.num_bytes >= 0}
     given = recorder.inputs.get(section)
-    found: list[Saved] = []
+    found: Counter[tuple[str, str, bool]] = Counter()
     for number in recorder.saved:
         # What was made outside the layers and is no layer's input (tables of angles) is there once for all of them.
         is_input = number == given
@@ -165,8 +165,8 @@ def _saved(recorder: Recorder, section: int, left_out: Collection[int]) -> tuple
             continue
         op = recorder.made_by.get(number, "given")
         kind = "input" if is_input else "product" if op in PRODUCTS else op if op == "attention" else "other"
-        found.append(Saved(float(recorder.sizes[number]), op, kind, made.inner))
-    return tuple(found)
+        found[op, kind, made.inner] += recorder.sizes[number]
+    return tuple(Saved(float(size), *key) for key, size in found.items())
 
 
 def _peak(recorder: Recorder, section: int, is_backward: bool, left_out: Collection[int]) -> float:

@@ -65,8 +65,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Saved:
-    """A storage that autograd keeps for backward: `op` made it, which was a `product`, "attention", a layer's "input"
-    or "other" (cheap to compute again). `inner`: it was made inside a block."""
+    """Storages that autograd keeps for backward: `op` made them, which was a `product`, "attention", a layer's "input"
+    or "other" (cheap to compute again). `inner`: they were made inside a block."""
 
     num_bytes: float
     op: str

@@ -74,7 +74,7 @@ def what_would_help(best: StepPlan) -> str:
 def python_lines(best: StepPlan, config: str) -> list[str]:
     """What runs the plan."""
     mesh = best.mesh
-    names = [name for name, size in mesh._asdict().items() if size > 1] or ["cp"]
+    names = [name for name, size in mesh._asdict().items() if size > 1 or name == "cp"]
     sizes = tuple(getattr(mesh, name) for name in names)
     lines = [
         f"mesh = init_device_mesh('cuda', {sizes}, mesh_dim_names={tuple(names)})",
