@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from longmesh import hf
 from longmesh.comm import record_comm
 from longmesh.errors import LongmeshError
 from longmesh.experts import ExpertParallel, combine, dispatch
 from longmesh.parallel import parallelize_module
 from longmesh.testing import cpu_mesh
-from support.axes_sweep import sweep_axes
+from support.axes_sweep import make_rows, run_share, sweep_axes, worst_gradient
+from support.tiny_models import checkpoint_layers, make_model
 
 
 class Experts(nn.Module):
@@ -140,3 +142,20 @@ def test_a_mixture_of_experts_trains_as_one_process_does(pool, case):
 def test_a_model_without_experts_is_refused(pool):
     for outcome in pool.run(sweep_axes, "llama", (2,), ("ep",), ranks=2):
         assert outcome.kind == "refused" and "LlamaForCausalLM has none" in outcome.text
+
+
+def checkpointed(shape, names):
+    """The largest difference of gradients where layers run again in the backward pass, experts and exchanges too."""
+    mesh = cpu_mesh(*shape, names=names)
+    model, plain = (make_model("qwen3_moe", "eager") for _ in range(2))
+    hf.parallelize(model, mesh)
+    checkpoint_layers(model)
+    batch = make_rows(4)
+    run_share(model, batch, mesh)
+    plain(**batch, use_cache=False).loss.backward()
+    return worst_gradient(model, plain)
+
+
+@pytest.mark.parametrize(("shape", "names"), [((3,), ("ep",)), ((2,), ("tp",))])
+def test_experts_under_activation_checkpoints(pool, shape, names):
+    assert max(pool.run(checkpointed, shape, names, ranks=shape[0], timeout=120.0)) < 1e-4
