@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from longmesh.rules.op_facts import rule_name
-from longmesh.tensor.dispatch import dispatch
+from longmesh.rules.table import TABLE
 from support.op_sweep import sweep_names
 from support.rule_check import describe
 from support.rule_proposals import propose_lines
@@ -41,7 +41,7 @@ def proposals_of(name: str, num_samples: int, grad: bool) -> dict[str, list[str]
 
 
 def print_proposals(name: str, num_samples: int, grad: bool) -> None:
-    handled = {rule_name(func) for func in dispatch.families}
+    handled = {name for name, rule in TABLE.items() if rule.program is not None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = proposals_of(name, num_samples, grad)

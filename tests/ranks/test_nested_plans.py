@@ -5,6 +5,8 @@ import torch
 
 from longmesh import DTensor, Partial, Replicate
 from longmesh._torch import TorchDispatchMode, dispatch_modes
+from longmesh.rules import Rule
+from longmesh.rules.table import registered
 from longmesh.tensor.dispatch import dispatch
 from longmesh.testing import cpu_mesh
 
@@ -30,24 +32,26 @@ class Seen(TorchDispatchMode):
 
 
 def fail_while_planning(error: type[BaseException]) -> tuple[bool, bool, list[float]]:
-    """A family that fails with a mode of its own on the stack, the caller's taken off, and gradients turned off."""
+    """A program that fails with a mode of its own on the stack, the caller's taken off, and gradients turned off."""
     mesh = cpu_mesh(1)
     x = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
-    op = torch.ops.aten.erfinv.default
+    name = "erfinv.default"
 
-    def family(*args):
+    def program(*args):
         Seen().__enter__()
         torch.set_grad_enabled(False)
         raise error("while planning")
 
-    dispatch.families[op] = family
+    registered[name] = Rule(program=program)
+    dispatch.forget_plans()
     try:
         with Seen() as mode:
             with pytest.raises(error):
                 torch.erfinv(x)
             whole = dispatch_modes() == [mode], torch.is_grad_enabled()
     finally:
-        dispatch.families.pop(op)
+        registered.pop(name)
+        dispatch.forget_plans()
     total = x + x
     assert isinstance(total, DTensor)
     return *whole, total.to_local().tolist()
