@@ -166,8 +166,8 @@ def test_a_mesh_of_two_axes(style):
 
 def test_layouts_that_are_none():
     assert error_of(ColwiseParallel, input_layouts=reference.Shard(0)) == (
-        "ColwiseParallel(input_layouts)=Shard(dim=0) (torch.distributed.tensor.placement_types) is not a longmesh "
-        "placement; use Shard, Replicate or Partial from longmesh"
+        "ColwiseParallel(input_layouts)=Shard(dim=0) (torch.distributed.tensor.placement_types.Shard) is not a "
+        "longmesh placement; use Shard, Replicate and Partial from longmesh"
     )
     assert error_of(PrepareModuleInput, input_layouts=(Shard(0), None)) == (
         "input_layouts=(Shard(dim=0), None) and desired_input_layouts=None must go together, one wanted layout per "
