@@ -1,6 +1,7 @@
 """How much memory a step takes on its fullest rank: by phase, by kind, and what makes the peak.
 
-states       parameters, gradients and optimizer states, divided by what shards them
+states       parameters and optimizer states, divided by what shards them
+gradients    the same way; with one micro-batch they appear while backward frees what was saved
 gathered     two units of parameters under FSDP, all that is outside the layers, and a unit's whole gradients
 saved        what autograd keeps of every layer, by the recompute policy
 working      what one layer, or the loss, has alive besides at its peak
@@ -82,7 +83,9 @@ def measure_memory(
 ) -> StepMemory:
     """The peak over the phases of a step."""
     trace = replace(trace, kinds=tuple(between_blocks(kind, mesh, options) for kind in trace.kinds))
-    states = _states(trace, mesh, options)
+    states, all_gradients = _states(trace, mesh, options)
+    # With several micro-batches, the gradients of the ones before are there all the time.
+    earlier = all_gradients if options.micro_batches(mesh) > 1 else 0.0
     kept = sum(kept_bytes(kind, options) * kind.repeats for kind in trace.kinds)
     if options.offload and options.trains:
         on_host = sum(kind.input_bytes * kind.repeats for kind in trace.kinds)
@@ -100,32 +103,39 @@ def measure_memory(
     found.append(
         (
             "forward",
-            {"saved": kept, "gathered parameters": root + 2 * largest, "exchange buffers": buffers,
+            {"gradients": earlier, "saved": kept, "gathered parameters": root + 2 * largest,
+             "exchange buffers": buffers,
              "working": max(work, 0.0) + (0.0 if options.trains else max((k.input_bytes for k in units), default=0.0))},
         )
     )  # fmt: skip
     head = outside.forward_peak if options.trains else outside.forward_peak / 3
-    found.append(("loss", {"saved": kept, "gathered parameters": root + largest, "logits and loss": head}))
+    found.append(
+        ("loss", {"gradients": earlier, "saved": kept, "gathered parameters": root + largest, "logits and loss": head})
+    )  # fmt: skip
     if options.trains:
         tail = outside.saved_bytes + outside.backward_peak
         gradient = root * (options.gradient_bytes / options.compute_bytes) if root else 0.0
         found.append(
-            ("loss backward", {"saved": kept, "gathered parameters": root + largest, "logits and loss": tail,
-                               "whole gradients": gradient})
+            ("loss backward", {"gradients": earlier, "saved": kept, "gathered parameters": root + largest,
+                               "logits and loss": tail, "whole gradients": gradient})
         )  # fmt: skip
         for kind, cost, own in zip(units, costs, gathered, strict=True):
             again = options.recompute != "none"
             working = kind.backward_peak + (saved_at_work(kind, options) if again else 0.0)
             if options.compiled:
                 working *= _compiled_share(kind)
+            # From the first layer of backward to the last, gradients replace what was saved: the peak is at an end.
+            ends = ((earlier, kept), (all_gradients, kept_bytes(kind, options)))
+            gradients, saved = max(ends, key=sum)
             found.append(
                 (
                     f"backward of {kind.name}",
-                    {"saved": kept, "gathered parameters": root + 2 * largest,
+                    {"gradients": gradients, "saved": saved, "gathered parameters": root + 2 * largest,
                      "whole gradients": (own + gradient) if largest else 0.0,
                      "exchange buffers": cost.buffer_backward * options.rows, "working": working},
                 )
             )  # fmt: skip
+        found.append(("optimizer", {"gradients": all_gradients}))
     return _highest(found, states, machine)
 
 
@@ -136,16 +146,15 @@ def _compiled_share(kind: LayerTrace) -> float:
     return min(1.0, (1 + fused / eager) / 2) if eager else 1.0
 
 
-def _states(trace: ModelTrace, mesh: StepMesh, options: StepOptions) -> dict[str, float]:
+def _states(trace: ModelTrace, mesh: StepMesh, options: StepOptions) -> tuple[dict[str, float], float]:
+    """What a rank keeps from step to step, by kind, and all its gradients."""
     local = local_parameters(trace, mesh, options)
     if not options.trains:
-        return {"parameters": local * options.compute_bytes}
-    found = {"parameters": local * options.parameter_bytes, "gradients": local * options.gradient_bytes}
-    if options.optimizer == "adamw":
-        found["optimizer states"] = local * options.state_bytes
+        return {"parameters": local * options.compute_bytes}, 0.0
     if options.optimizer == "adamw-offload":  # gradients go to the host as they are made
-        found = {"parameters": local * options.compute_bytes}
-    return found
+        return {"parameters": local * options.compute_bytes}, 0.0
+    states = {"parameters": local * options.parameter_bytes, "optimizer states": local * options.state_bytes}
+    return states, local * options.gradient_bytes
 
 
 def _highest(
