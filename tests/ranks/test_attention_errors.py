@@ -163,7 +163,7 @@ def test_one_wrong_rank_is_an_error_on_all(pool):
                     assert want in text and told in text
                 for text, (zero, one) in zip(differ, ALL_DIFFER, strict=True):
                     assert text.startswith(
-                        "attention: the ranks were called with different arguments: rank 0 with Signature("
+                        "attention: the ranks were called with different arguments: rank 0 with CallSignature("
                     )
                     first, _, second = text.partition(", rank 1 with ")
                     assert zero in first and one in second

@@ -60,7 +60,7 @@ def plan_attention(
 
     >>> plan = plan_attention(seq_len=16384, ranks=8, mask=masks.documents([9000, 300, 7084]))
     >>> print(plan.layout, plan.exchange, [stats.tokens for stats in plan.stats()])
-    Solve Sparse [2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048]
+    Contiguous Ulysses [2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048]
     """
     inner, outer = _mesh(ranks)
     seen = causal() if mask is None else checked_mask(mask).current()
