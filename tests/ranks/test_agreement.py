@@ -1,11 +1,14 @@
 """Ranks that are called differently: every rank raises the same, and the ranks can go on afterwards."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from longmesh import DTensor, Partial, Replicate, Shard, distribute_tensor
+from longmesh.comm.agree import agree_on_mesh
 from longmesh.errors import LongmeshError
 from longmesh.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from longmesh.testing import cpu_mesh
@@ -105,3 +108,20 @@ def test_texts(pool):
         "Arguments(shape=(4, 2), dtype='float32', layout='S(1)', src_data_rank=0, requires_grad=False, "
         "is_meta=False); every rank must pass the same but for its own part"
     )
+
+
+class LongSignature(NamedTuple):
+    names: str
+
+
+def long_signatures():
+    signature = LongSignature("x" * 2000 + str(dist.get_rank()))
+    with pytest.raises(LongmeshError) as told:
+        agree_on_mesh("a call", signature, None, cpu_mesh(2))
+    return str(told.value)
+
+
+def test_descriptions_that_differ_only_at_their_ends(pool):
+    for text in pool.run(long_signatures, ranks=2):
+        assert "a call: the ranks were called with different arguments" in text
+        assert "only after the first 1024 bytes" in text

@@ -99,7 +99,12 @@ def _describe(what: str, texts: list[tuple[bool, str]], group: AxisGroup) -> str
         if is_error:
             return f"{what}: rank {rank} got invalid arguments, so every rank stops: {text}"
     first = texts[0][1]
-    other = next(i for i, (_, text) in enumerate(texts) if text != first)
+    other = next((i for i, (_, text) in enumerate(texts) if text != first), None)
+    if other is None:
+        return (
+            f"{what}: the ranks were called with different arguments, which differ only after the first {_TEXT_BYTES} "
+            f"bytes of their descriptions: {first}...; every rank must pass the same but for its own part"
+        )
     return (
         f"{what}: the ranks were called with different arguments: rank {group.global_ranks[0]} with {first}, "
         f"rank {group.global_ranks[other]} with {texts[other][1]}; every rank must pass the same but for its own part"
