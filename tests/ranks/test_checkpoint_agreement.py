@@ -44,14 +44,14 @@ GIVE = (
     r"give a dict of tensors, plain values and dicts or lists of them, e.g. {'model': model.state_dict\(\)}"
 )
 TEXTS = {
-    "save": rf"checkpoint.save: {DIFFERENT}: rank 0 with Call\(function='save', path='.*x-0', ",
+    "save": rf"checkpoint.save: {DIFFERENT}: rank 0 with CheckpointCall\(function='save', path='.*x-0', ",
     "load": r"checkpoint.load: the ranks were called with different arguments: ",
     "load allow": r"options=\('builtins.bytes',\)\), rank \d with .* options=\('builtins.complex',\)",
     "load not allowed": r"takes classes, got 'complex'; write e.g. allow=\[MyClass\]",
     "save_safetensors": r"options=\(9,\)\), rank \d with .* options=\(10,\)\); every rank must pass the same",
     "save_safetensors wrong": r"max_file_bytes=0\): give a positive number of bytes",
     "load_safetensors": r"checkpoint.load_safetensors: the ranks were called with different arguments: ",
-    "step": rf"Directory.save: {DIFFERENT}: rank 0 with _?Call\(path=.*, step=3,.*step=4,",
+    "step": rf"Directory.save: {DIFFERENT}: rank 0 with _DirectoryCall\(path=.*, step=3,.*step=4,",
     "no step": r"step=-1: a checkpoint's step is a whole number, 0 or more",
     "keep": r"Directory.save: the ranks were called with different arguments: .* keep=1,.* keep=2,",
     "save nothing": f"the state of a checkpoint is a NoneType; {GIVE}",
@@ -63,7 +63,7 @@ TEXTS = {
     "no bytes": r"max_file_bytes=None\): give a positive number of bytes",
     "no allow": r"takes classes, got None; write e.g. allow=\[MyClass\]",
     "no path": rf"checkpoint.load: {DIFFERENT}",
-    "other function": rf"{DIFFERENT}: rank 0 with Call\(function='save'.* Call\(function='load'",
+    "other function": rf"{DIFFERENT}: rank 0 with CheckpointCall\(function='save'.* CheckpointCall\(function='load'",
 }
 
 

@@ -435,7 +435,7 @@ def reshaped_base():
 def test_a_base_that_needs_a_gradient_keeps_its_shape(pool):
     for first, second in pool.run(reshaped_base, ranks=2):
         assert first == (
-            "aten.t_.default of a DTensor of shape (3, 3) that needs a gradient: autograd would take its views, and "
-            "what it saved of it for a backward, as those of the new shape; use the op that returns a new tensor"
+            "t_() of a DTensor of shape (3, 3) that needs a gradient: autograd would take its views, and what it saved "
+            "of it for a backward, as those of the new shape; use t(), which returns a new tensor"
         )
-        assert second.startswith("aten.unsqueeze_.default of a DTensor of shape (3, 3) ")
+        assert second.startswith("unsqueeze_() of a DTensor of shape (3, 3) ")

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from longmesh._torch import OpOverload, base_of, is_tracing, make_around, make_quickly, no_dispatch
+from longmesh._torch import OpOverload, make_around, make_quickly, no_dispatch
 from longmesh.comm import MeshComm
-from longmesh.errors import LongmeshError
 from longmesh.rules.lookup import Masked
 from longmesh.rules.steps import Slot
 from longmesh.rules.tree import all_tensors, map_tensors
@@ -147,13 +146,12 @@ def _finish_view(
 def replace_target(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: DTensor
 ) -> DTensor:
-    """An in-place view: the tensor it is called on gets the view's sizes and local tensor."""
+    """An in-place view: the tensor it is called on gets the view's sizes and local tensor.
+
+    Torch's own functions call these on results that nobody else has seen. Users' calls are checked by the methods
+    (`refuse_reshape`).
+    """
     target = args[0]
-    if target.requires_grad and base_of(target) is None and not is_tracing():
-        raise LongmeshError(
-            f"{func} of a DTensor of shape {tuple(target.shape)} that needs a gradient: autograd would take its views, "
-            "and what it saved of it for a backward, as those of the new shape; use the op that returns a new tensor"
-        )
     with no_dispatch():
         func(*args, **kwargs)  # the wrapper's own sizes and strides
     target._take(result)

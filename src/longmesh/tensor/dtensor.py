@@ -39,7 +39,13 @@ from longmesh.spec import (
 from longmesh.spec.placement import check_kinds
 from longmesh.tensor.arguments import normalize_placements, resolve_mesh
 from longmesh.tensor.compiling import Traceable, between_graphs
-from longmesh.tensor.foreign import refuse_fsdp, refuse_memory, refuse_sparse, refuse_transformed
+from longmesh.tensor.foreign import (
+    refuse_fsdp,
+    refuse_memory,
+    refuse_reshape,
+    refuse_sparse,
+    refuse_transformed,
+)
 from longmesh.tensor.mask_buffer import PendingLookup
 from longmesh.tensor.meta import check_averages
 from longmesh.tensor.tensor_layout import TensorLayout, tensor_layout
@@ -89,6 +95,10 @@ class DTensor(torch.Tensor):
     numpy, tolist, share_memory_, __dlpack__ = map(
         refuse_memory, ("numpy", "tolist", "share_memory_", "__dlpack__")
     )
+
+    # Views in place: torch's own functions call the ops below these methods, on results that nobody else has seen.
+    t_, transpose_, swapaxes_, swapdims_ = map(refuse_reshape, ("t_", "transpose_", "swapaxes_", "swapdims_"))
+    squeeze_, unsqueeze_ = map(refuse_reshape, ("squeeze_", "unsqueeze_"))
 
     # Ops run in __torch_dispatch__ below autograd; no Python runs above it, but for `Factor`.
     __torch_function__ = no_torch_function  # pyright: ignore[reportAssignmentType]

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from longmesh._torch import functorch_level, is_transformed
+from longmesh._torch import base_of, functorch_level, is_tracing, is_transformed
 from longmesh.errors import LongmeshError
 
 
@@ -60,3 +60,24 @@ def refuse_memory(name: str) -> Callable[..., NoReturn]:
     refuse.__name__ = name
     refuse.__doc__ = "Refused: call it on full_tensor() or to_local()."
     return refuse
+
+
+def refuse_reshape(name: str) -> Callable[..., torch.Tensor]:
+    """The method `name`, an in-place view, which a DTensor that needs a gradient and is not a view refuses.
+
+    Every rank answers alike, whatever views are alive there.
+    """
+    by_torch: Callable[..., torch.Tensor] = getattr(torch.Tensor, name)
+
+    def reshape(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if tensor.requires_grad and not is_tracing() and base_of(tensor) is None:
+            raise LongmeshError(
+                f"{name}() of a DTensor of shape {tuple(tensor.shape)} that needs a gradient: autograd would take its "
+                "views, and what it saved of it for a backward, as those of the new shape; use "
+                f"{name[:-1]}(), which returns a new tensor"
+            )
+        return by_torch(tensor, *args, **kwargs)
+
+    reshape.__name__ = name
+    reshape.__doc__ = by_torch.__doc__
+    return reshape

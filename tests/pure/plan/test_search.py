@@ -138,8 +138,8 @@ def test_explain():
         (
             Layout(MeshShape((2,)), [R]),
             Layout(MeshShape((2,)), [S0]),
-            {"cluster": "h200"},
-            "cluster='h200' is not known; use one of cpu, a100, h100",
+            {"cluster": "h300"},
+            "cluster='h300' is not known; use one of cpu, a100, h100",
         ),
     ],
 )
