@@ -33,6 +33,8 @@ def test_the_contract_of_json(tmp_path):
     assert sum(found["memory_by_kind"].values()) == found["memory_bytes"] > 0
     mesh = found["mesh"]
     assert list(mesh) == ["dp", "cp", "tp", "ep"] and mesh["dp"] * mesh["cp"] * mesh["tp"] * mesh["ep"] == 8
+    rows = mesh["dp"] * mesh["ep"]
+    assert f"Defaults: {rows} sequence{'s' * (rows > 1)} per step" in ran.stderr
     assert found["fits"] is True and all(set(a) == {"name", "value", "source"} for a in found["assumed"])
     rates = [c["tokens_per_second_per_gpu"] for c in found["candidates"]]
     assert rates[0] == max(rates) == found["tokens_per_second_per_gpu"]

@@ -29,8 +29,9 @@ def describe(found: Found, config: str) -> str:
     assumed = "; ".join(f"{a.name} {a.value} ({a.source})" for a in best.machine.assumed)
     lines += ["", f"Assumed: {assumed}" if assumed else "All rates are measured."]
     options = best.options
+    sequences = "1 sequence" if best.batch == 1 else f"{best.batch} sequences"
     lines.append(
-        f"Defaults: {best.batch} sequences per step, one per dp rank at a time; {options.optimizer}; "
+        f"Defaults: {sequences} per step, one per dp rank at a time; {options.optimizer}; "
         f"{'FSDP over dp x cp' if options.fsdp else 'no FSDP'}; parameters {options.parameter_bytes} bytes"
     )
     return "\n".join(lines)
